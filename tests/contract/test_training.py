@@ -1015,9 +1015,9 @@ def test_settings_are_refused_by_name(device):
             captured(model, optimizer, **wrong)
     captured(model, optimizer, schedule=lambda i: np.float32(0.1))(*one_batch(device))
     for rates in (None, "0.1", ["0.1"]):
-        with pytest.raises(ConfigError, match="which is no learning rate"):
+        with pytest.raises(ConfigError, match="which is not a learning rate"):
             captured(model, optimizer, schedule=lambda i, rates=rates: rates)(*one_batch(device))
-    with pytest.raises(ConfigError, match="is it the optimizer of this model"):
+    with pytest.raises(ConfigError, match="check that it is the optimizer of this model"):
         captured(model, torch.optim.SGD(make_model(device).parameters(), lr=0.1))(*one_batch(device))
     if device.type == "cpu":
         with pytest.raises(ConfigError, match="compile needs a CUDA device"):

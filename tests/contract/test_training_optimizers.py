@@ -24,7 +24,7 @@ from contract.training_loops import (
 from ostinato.graphs import CaptureOptions, ConfigError
 
 STEPS = 10
-BEHIND = "runs behind the graph of forward and backward"
+BEHIND = "runs after the graph of forward and backward"
 
 
 def matrices(model):
@@ -344,7 +344,7 @@ def test_an_optimizer_that_moves_parameters_runs_without_a_graph(device, caplog)
     found = [step(*batch).item() for batch in batches]
     assert found == train_eagerly(theirs, MovesParameters(theirs.parameters(), {"lr": 0.1}), batches)
     assert step.report().eager_steps == {"first-call": 1, "capture-failed": 3}
-    assert "MovesParameters gives parameters other memory" in caplog.text
+    assert "MovesParameters gives parameters new memory" in caplog.text
 
 
 class Around(torch.optim.Optimizer):
@@ -360,7 +360,7 @@ class Around(torch.optim.Optimizer):
 
 def test_an_optimizer_that_is_none_to_torch_is_refused(device):
     model = make_model(device)
-    with pytest.raises(ConfigError, match="Around was not made by torch"):
+    with pytest.raises(ConfigError, match="Around was not initialised by torch"):
         captured(model, Around(sgd(model)))
 
 
@@ -374,7 +374,7 @@ def test_an_attribute_that_an_optimizer_reads_may_change(device, caplog):
         expected += train_eagerly(theirs, other, [batch])
     is_on_gpu = device.type == "cuda"
     assert found == pytest.approx(expected, rel=1e-4 if is_on_gpu else 1e-6)
-    assert "drag in its groups moved" in caplog.text
+    assert "drag in its groups changed" in caplog.text
 
 
 def test_a_learning_rate_that_is_a_tensor_may_be_written(device):
@@ -448,7 +448,7 @@ def test_a_number_that_moved_for_good_is_captured_anew_when_asked(device, caplog
         expected += train_eagerly(theirs, other, [batch])
     is_on_gpu = device.type == "cuda"
     assert found == pytest.approx(expected, rel=1e-4 if is_on_gpu else 1e-6)
-    assert "weight_decay in its groups moved" in caplog.text
+    assert "weight_decay in its groups changed" in caplog.text
     assert kinds(step) == {"update"}
     assert replays(step) == 2
 

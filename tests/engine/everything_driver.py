@@ -117,7 +117,7 @@ class Driver:
             else:
                 name = engine.add(ids, params, adapter=version).request_id
         except RequestError as error:
-            assert "kept for pinned adapters" in str(error)  # noqa: PT017
+            assert "reserved for pinned adapters" in str(error)  # noqa: PT017
             assert sum(each.is_pinned for each in engine.adapters.listed()) == 2
             return
         for served in engine._served[name]:

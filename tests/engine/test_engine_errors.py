@@ -141,8 +141,11 @@ def test_bad_parameters_while_others_are_served(llm: LLM, tiny_text: TinyModel, 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logit_bias": {200: 1.0}}, "logit_bias of token 200: the vocabulary ends at 130"),
-        ({"logit_bias": dict.fromkeys(range(600), 1.0)}, "logit_bias names 600 tokens, 512 are possible"),
+        ({"logit_bias": {200: 1.0}}, "logit_bias: token 200 is outside the vocabulary, which ends at 130"),
+        (
+            {"logit_bias": dict.fromkeys(range(600), 1.0)},
+            "logit_bias has 600 tokens, and at most 512 are possible",
+        ),
         ({"min_tokens": 2, "stop_token_ids": list(range(13))}, "at most 12 stop tokens"),
     ],
     ids=["bias-outside", "too-many-biases", "too-many-stops"],
@@ -189,7 +192,7 @@ def test_what_min_tokens_cannot_hold_off_of_a_model_with_many_ends_is_refused(
     loaded = dataclasses.replace(llm.engine.core.loaded, eos_token_ids=frozenset(range(120, 127)))
     monkeypatch.setattr(llm.engine.core, "loaded", loaded)
     given: dict[str, Any] = {"min_tokens": 2, "stop_token_ids": list(range(10))}
-    with pytest.raises(RequestError, match="at most 9 stop tokens beside 7 tokens that end a text"):
+    with pytest.raises(RequestError, match="at most 9 stop tokens in addition to the 7 end-of-text tokens"):
         llm.generate("hello", SamplingParams(**given))
     assert llm.generate("hello", SamplingParams(**given, ignore_eos=True))[0].finished
 

@@ -183,11 +183,11 @@ def test_a_pinned_adapter_keeps_its_slot(world: LoraWorld, llm: LLM) -> None:
     assert not llm.pin_lora(99)
     # The last slot cannot be pinned while somebody else needs it, and who finds none is refused.
     assert llm.pin_lora(2)
-    with pytest.raises(RequestError, match="all 2 are kept for pinned adapters"):
+    with pytest.raises(RequestError, match="all 2 are reserved for pinned adapters"):
         llm.generate(prompts_of([4])[0], GREEDY, lora_request=world.asked(2))
     world.check(llm, prompts_of([4, 5, 6]), [0, 1, None])
     # Nor can more be pinned than there are slots: nothing is loaded then.
-    with pytest.raises(RequestError, match="cannot be pinned: all 2 slots are kept"):
+    with pytest.raises(RequestError, match="cannot be pinned: all 2 slots are reserved"):
         llm.pin_lora(3)
     with pytest.raises(RequestError, match="cannot be pinned"):
         llm.engine.adapters.load(LoRARequest("another", 77, world.path(4)), pinned=True)
@@ -439,8 +439,8 @@ def test_names_and_numbers_are_of_one_adapter(world: LoraWorld, llm: LLM) -> Non
     for asked, text in [
         (LoRARequest("b", 1, world.path(1)), "lora_int_id 1 is taken by adapter 'a'"),
         (LoRARequest("a", 2, world.path(0)), "'a' is loaded under lora_int_id 1, not 2"),
-        (LoRARequest("a", 1, world.path(1)), "the name 'a' is taken by the adapter of .*load_inplace"),
-        (LoRARequest("c", 3), "'c' is not loaded, and no lora_path says where it is"),
+        (LoRARequest("a", 1, world.path(1)), "the name 'a' is taken by the adapter from .*load_inplace"),
+        (LoRARequest("c", 3), "'c' is not loaded: give its directory"),
     ]:
         with pytest.raises(RequestError, match=text):
             llm.add_lora(asked)
@@ -451,7 +451,7 @@ def test_names_and_numbers_are_of_one_adapter(world: LoraWorld, llm: LLM) -> Non
     for path in (world.path(0) + "/", os.path.relpath(world.path(0))):
         assert not llm.add_lora(LoRARequest("a", 1, path))
     prompts = prompts_of([3, 4])
-    with pytest.raises(RequestError, match="2 lora_requests were given for 1 prompts"):
+    with pytest.raises(RequestError, match="one entry per prompt: 2 for 1 prompts"):
         llm.generate(prompts[:1], GREEDY, lora_request=[None, None])
     with pytest.raises(RequestError, match="lora_request must be a LoRARequest"):
         llm.generate(prompts, GREEDY, lora_request="a")  # type: ignore[arg-type]
@@ -478,7 +478,11 @@ def test_adapters_of_the_start(world: LoraWorld) -> None:
         [prompt] = prompts_of([5])
         [output] = llm.generate([prompt], GREEDY, lora_request=LoRARequest("one", 2))
         assert output.outputs[0].token_ids == world.expected(1, prompt)
-    for module, text in [("x=/nowhere", "no such directory"), ("{", "is no JSON"), ("=y", "is not name=")]:
+    for module, text in [
+        ("x=/nowhere", "no such directory"),
+        ("{", "is not valid JSON"),
+        ("=y", "must be name="),
+    ]:
         with pytest.raises(ConfigError, match=f"lora_modules: .*{text}"):
             LLM(world.base.directory, lora_modules=[module], **eager)
 

@@ -150,12 +150,15 @@ def test_preempted_requests_keep_to_their_lists(tiny_text: TinyModel) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"allowed_token_ids": [3, 131]}, "allowed_token_ids: token 131 is unknown"),
-        ({"bad_words": [[200]]}, "bad_words: token 200 is unknown"),
+        ({"allowed_token_ids": [3, 131]}, "allowed_token_ids: token 131 is outside the vocabulary"),
+        ({"bad_words": [[200]]}, "bad_words: token 200 is outside the vocabulary"),
         ({"allowed_token_ids": ids_of("a"), "bad_words": ["a"]}, "allowed_token_ids: .* leave no token"),
         ({"allowed_token_ids": [EOS], "min_tokens": 2}, "allowed_token_ids: .* leave no token"),
         ({"logprob_token_ids": [131]}, "logprob_token_ids: token 131"),
-        ({"logprobs": -1}, r"logprobs is -1 \(all\), and at most 20 can be asked for: raise max_logprobs"),
+        (
+            {"logprobs": -1},
+            r"logprobs is -1 \(all\), and at most 20 are allowed: raise the engine.s max_logprobs",
+        ),
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
     ],
 )
@@ -199,7 +202,7 @@ def test_lists_that_come_to_exclude_each_other_end_in_an_error(llm: LLM, given: 
         params = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, **given})
         outputs = llm.generate(["hello", "hello"], [params, FREE])
         assert outputs[0].error is not None
-        assert "leave no token that may come" in outputs[0].error
+        assert "leave no token that is allowed" in outputs[0].error
         assert outputs[0].outputs[0].finish_reason == "error"
         assert len(outputs[0].outputs[0].token_ids) <= 1
         assert outputs[1].outputs[0].token_ids == tokens_of(llm, ["hello"], [FREE])[0]
@@ -277,7 +280,7 @@ def broken(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         (broken, "logits_processors: broken raised KeyError: 'oops'"),
         (lambda ids, logits: None, "must return logits of shape"),
         (lambda ids, logits: logits[:5], "must return logits of shape"),
-        (lambda ids, logits: logits * torch.nan, "nan is among the logits"),
+        (lambda ids, logits: logits * torch.nan, "nan among the logits"),
         (lambda ids, logits: logits - torch.inf, "leave no token"),
         (only(*ids_of("c")), "leave no token"),
     ],

@@ -247,7 +247,7 @@ def test_a_failed_verification_leaves_everything_as_before(
 def test_steps_of_running_requests_are_not_disturbed(tmp_path: Path) -> None:
     with engine(tmp_path, CONFIGS["llama"]) as llm:
         llm.engine.add(prompts_of((5,))[0], SamplingParams(max_tokens=4))
-        with pytest.raises(EngineBusyError, match=r"0 are running, 1 waiting: let them end"):
+        with pytest.raises(EngineBusyError, match=r"0 are running and 1 waiting: wait for them"):
             llm.verify()
         llm.engine.step()
         with pytest.raises(EngineBusyError, match="1 are running"):

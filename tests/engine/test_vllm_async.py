@@ -113,7 +113,7 @@ def test_what_a_pause_does_to_requests(llm: AsyncLLM, mode: str, tokens: int | N
 
 
 def test_a_pause_of_no_kind_is_refused(llm: AsyncLLM) -> None:
-    with pytest.raises(RequestError, match="there is no mode 'nap': use abort, wait, keep"):
+    with pytest.raises(RequestError, match="unknown mode 'nap': use abort, wait, keep"):
         run(lambda: llm.pause_generation(mode="nap"))
 
 

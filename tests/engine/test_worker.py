@@ -94,7 +94,7 @@ def test_nobody_gets_weights_that_are_away(llm: LLM) -> None:
     before = said(llm)
     llm.sleep(level=1)
     for read in (lambda: llm.apply_model(lambda model: [*model.parameters()]), llm.shared_weights):
-        with pytest.raises(EngineAsleepError, match="weights are away"):
+        with pytest.raises(EngineAsleepError, match="released: weights"):
             read()
     llm.wake_up()
     assert said(llm) == before

@@ -64,7 +64,7 @@ def test_a_call_gets_its_payload_and_is_answered_at_rest() -> None:
         (RequestError("no such level"), Fault.CALLER),
         (WeightsError("no such weight"), Fault.CALLER),
         (FileNotFoundError("no such file"), Fault.CALLER),
-        (EngineAsleepError("weights are away"), Fault.STATE),
+        (EngineAsleepError("released: weights"), Fault.STATE),
         (SaverMemoryError("the host is full"), Fault.MEMORY),
         (torch.OutOfMemoryError("the device is full"), Fault.MEMORY),
         (TimeoutError("nobody came"), Fault.TIME),

@@ -303,7 +303,7 @@ def test_embeddings_of_fewer_dimensions(server: ServerProcess) -> None:
         (
             "/v1/completions",
             {"prompt": "a", "min_tokens": 1, "stop_token_ids": list(range(40)), "guided_choice": ["b"]},
-            "min_tokens can hold off",
+            "min_tokens can suppress",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_requests_wait_for_a_sleeping_server_which_says_why_it_generates_nothing
     assert server.get("/health").status_code == 200
     probe = server.get("/health_generate")
     assert probe.status_code == 503
-    assert "are away" in probe.json()["error"]["message"]
+    assert "released: " in probe.json()["error"]["message"]
     assert not any(each.is_over for each in asked)
     server.post("/wake_up")
     assert [each.text for each in asked] == [TEXT, TEXT]
@@ -164,22 +164,22 @@ def test_answers_name_the_weights_they_were_computed_with(server: ServerProcess)
 
 def test_mistakes_are_named_and_change_nothing(server: ServerProcess) -> None:
     for path, body, status, message in (
-        ("/sleep?level=3", None, 400, "there is no sleep level 3"),
+        ("/sleep?level=3", None, 400, "unknown sleep level 3"),
         ("/sleep?level=much", None, 400, "level"),
-        ("/sleep?mode=now", None, 400, "there is no mode 'now'"),
-        ("/wake_up?tags=weight", None, 400, "there is no tag 'weight'"),
-        ("/pause?mode=now", None, 400, "there is no mode 'now'"),
+        ("/sleep?mode=now", None, 400, "unknown mode 'now'"),
+        ("/wake_up?tags=weight", None, 400, "unknown tag 'weight'"),
+        ("/pause?mode=now", None, 400, "unknown mode 'now'"),
         ("/sleep?levle=2", None, 400, "parameter 'levle' is not supported: there are level, mode"),
         ("/sleep?level=1&level=2", None, 400, "level is given twice"),
         ("/wake_up?tag=weights", None, 400, "parameter 'tag' is not supported: there are tags"),
         ("/pause?mod=keep", None, 400, "parameter 'mod' is not supported"),
         ("/resume?tags=weights", None, 400, "parameter 'tags' is not supported: this call has none"),
         ("/release_memory_occupation?tags=weights", {}, 400, "parameter 'tags' is not supported"),
-        ("/release_memory_occupation", {"tags": ["cuda"]}, 400, "there is no tag 'cuda'"),
+        ("/release_memory_occupation", {"tags": ["cuda"]}, 400, "unknown tag 'cuda'"),
         ("/release_memory_occupation", {"tag": ["weights"]}, 400, "tag"),
         ("/pause_generation", {"mode": "wait"}, 400, "mode"),
         ("/flush_cache?timeout=-1", None, 400, "timeout: "),
-        ("/wake_up?tags=%ED%A0%80", None, 400, "there is no tag"),
+        ("/wake_up?tags=%ED%A0%80", None, 400, "unknown tag"),
         ("/sleep", {"options": {"level": 2**70}}, 400, "cannot be passed on"),
         ("/continue_generation", {"": 1}, 400, "a field without a name is not supported"),
         ("/sleep", {"model": "another"}, 404, "another"),

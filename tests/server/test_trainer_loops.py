@@ -350,7 +350,7 @@ def test_dropped_weights_are_refused_and_whoever_waits_gets_the_new_ones(
             time.sleep(0.02)
         early = server.post("/update_weights_from_disk", {"model_path": str(model)})
         assert early.status_code == 409
-        assert "weights are away" in early.json()["message"]
+        assert "released: weights" in early.json()["message"]
         server.post("/wake_up?tags=weights")
         server.post("/wake_up?tags=kv_cache")
         refused = server.post("/v1/completions", body)

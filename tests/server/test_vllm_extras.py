@@ -54,7 +54,7 @@ def test_lists_that_come_to_exclude_each_other_are_the_clients_fault(
 ) -> None:
     body = {**TEXT, "allowed_token_ids": [98], "bad_words": ["bb"], "stream": stream}
     answer = server.post("/v1/completions", body)
-    assert "leave no token that may come" in answer.text
+    assert "leave no token that is allowed" in answer.text
     if not stream:
         assert answer.status_code == 400
     assert text_of(server) == "bcdef", "nobody else is harmed"

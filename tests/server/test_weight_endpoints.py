@@ -104,7 +104,7 @@ def test_slimes_update_through_a_group(server: ServerProcess, trainer: Trainer) 
     trainer.do("part")
     gone = server.post("/update_weights_from_distributed", body)
     assert (gone.status_code, gone.json()["success"]) == (400, False)
-    assert "there is no group" in gone.json()["message"]
+    assert "unknown group" in gone.json()["message"]
 
 
 def test_three_calls_of_vllm_while_requests_are_served(server: ServerProcess, trainer: Trainer) -> None:
@@ -235,7 +235,7 @@ def test_what_checkpoint_engine_puts_into_its_buffer(
     assert (said(server), version(server)) == (BY_TWO, "9")
     # Of several fillings it stops at the first that is refused; behind the last it asks no more.
     for names in (list(by_twos), [HEAD]):
-        for shift, why in ((2 * largest, "of a bucket of"), (-(2**40), "at least 0")):
+        for shift, why in ((2 * largest, "outside its bucket of"), (-(2**40), "at least 0")):
             trainer.begin("lend_buffer", address=address, size=largest, names=names, shift=shift)
             answer = server.post("/update_weights_from_ipc", body)
             assert answer.status_code == 400, answer.text

@@ -1,1 +1,1 @@
-"""The paged KV cache: who owns which page, what a page holds, and the memory itself."""
+"""The paged KV cache: which request owns which page, what a page holds, and the memory itself."""

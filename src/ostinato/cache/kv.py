@@ -40,7 +40,7 @@ class KVShape:
         return elements * self.dtype.itemsize
 
     def pages_that_fit(self, free_bytes: int) -> int:
-        """How many pages, including page 0, fit into `free_bytes`; raises if fewer than two do."""
+        """How many pages, page 0 included, fit into `free_bytes`. Raises KVCacheError for fewer than two."""
         pages = free_bytes // self.bytes_per_page
         if pages < 2:
             raise KVCacheError(
@@ -78,7 +78,7 @@ class KVCache:
         size = (num_pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
 
         def zeros(of: str) -> torch.Tensor:
-            if allocate is None:  # on a CPU, memory that is touched only as it is used
+            if allocate is None:  # on a CPU, memory is committed only when used
                 return torch.zeros(size, dtype=shape.dtype, device=device)
             return allocated(allocate, size, shape.dtype, torch.device(device), of).zero_()
 

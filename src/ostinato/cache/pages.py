@@ -14,12 +14,12 @@ A request of 75 tokens with pages of 16, admitted with a prefix hit of two pages
                |<----- may have other owners ------------>|<-- exactly one owner
 
 Note [What is evicted first]
-A page is found through all pages before it (Note [Exact prefixes] in prefix_index), so one whose predecessor
-was evicted is lost, and takes memory until it is evicted itself. Hence the end of a chain goes first: an
-owner of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page for its
-cached twin where an equal one is cached already), and `free` releases the last page first. Requests that look
-back through windows only give up the beginning of their chain early; they are the exception that
-`check_integrity` is told of.
+A page is found through all pages before it (Note [Exact prefixes] in prefix_index), so a page whose
+predecessor was evicted is lost, and takes memory until it is evicted itself. Hence the end of a chain goes
+first: the owner of a page owns all pages before it (`match` returns whole chains, and `commit` swaps a page
+for its cached twin if an equal one is cached already), and `free` releases the last page first. The
+exception, which `check_integrity` is told about, are requests that look back through windows only: they give
+up the beginning of their chain early.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESERVED_PAGE = 0
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free or can be evicted."""
+    """More pages were requested than are free or can be evicted."""
 
 
 class PageIntegrityError(RuntimeError):
@@ -74,11 +74,11 @@ class _Unused(NamedTuple):
     event: int
     """See `PageAllocator._became_unused`."""
     pages: IntArray
-    """In the order in which they are to be evicted."""
+    """In the order in which they will be evicted."""
 
 
 _LOOKED_AT = 64
-"""Number of pages that are looked at together when one is to be evicted."""
+"""How many pages are examined together when one must be evicted."""
 
 
 class PageAllocator:
@@ -95,15 +95,15 @@ class PageAllocator:
         self._owners = np.zeros(num_pages, dtype=np.int32)
         # Every page but 0 is in exactly one place: owned, empty, or evictable (unused, with content).
         self._empty = list(range(num_pages - 1, 0, -1))
-        # In the order in which they lost their last owner, those together that lost it together. An entry
+        # In the order in which they lost their last owner, grouped by those that lost it together. An entry
         # counts until its page is used again.
         self._evictable: deque[_Unused] = deque()
         self._num_entries = 0
         self._num_evictable = 0
         self._were_used_again = False
-        """Whether some of them were, since `catch_up`."""
+        """Whether evictable pages were used again since `catch_up`."""
         self._became_unused = np.zeros(num_pages, dtype=np.int64)
-        """When, by the count of such events."""
+        """The number of that event, by page."""
         self._num_events = 0
         self._index = PrefixIndex(num_pages, page_size)
         self._is_cached = np.zeros(num_pages, dtype=bool)
@@ -156,14 +156,14 @@ class PageAllocator:
         assert _all(owners), f"a page of {given[owners == 0]} is freed but has no owner"
         left = owners - 1
         self._owners[given] = left
-        # Mostly all or none of them are unused now, and have content.
+        # Usually all or none of them are unused now and have content.
         unused = given[left == 0] if np.count_nonzero(left) else given
         has_content = self._is_cached.take(unused)
         kept = unused if _all(has_content) else unused[has_content]
         if len(kept) < len(unused):
             self._empty += unused[~has_content][::-1].tolist()
         if len(kept):
-            kept = kept[::-1].copy()  # the caller may write to what was given
+            kept = kept[::-1].copy()  # the caller may write to its array
             self._num_events += 1
             self._became_unused[kept] = self._num_events
             self._evictable.append(_Unused(self._num_events, kept))
@@ -194,7 +194,7 @@ class PageAllocator:
     def share(self, pages: Sequence[int] | IntArray, queried_tokens: int) -> None:
         """Add an owner to each page that `match` returned for a request of `queried_tokens` tokens.
 
-        Page 0 stands for one that was found and is not needed.
+        Page 0 stands for a page that was found and is not needed.
         """
         self._counts["queried_tokens"] += queried_tokens
         if not len(pages):
@@ -233,7 +233,7 @@ class PageAllocator:
         """`commit` consecutive pages; for many pages this takes half the time. Returns all of them."""
         own, twins = np.array(pages, dtype=np.intp), list[int]()
         assert (self._owners[own] == 1).all(), "a page is private until it is committed"
-        # Behind a page that is new there is nothing yet.
+        # After a new page there is nothing yet.
         for content in contents:
             twin = self._index.behind(twins[-1] if twins else parent, content)
             if twin is None:
@@ -252,7 +252,7 @@ class PageAllocator:
         """Do deferred work that only makes later calls faster."""
         self._index.catch_up()
         if self._were_used_again and self._evictable:
-            # A prefix that is used all the time leaves and is shared again, each time with all its pages.
+            # A prefix in constant use is released and shared again and again, each time with all its pages.
             self._were_used_again = False
             newest = self._evictable[-1]
             still = self._still(newest)
@@ -260,7 +260,7 @@ class PageAllocator:
             self._evictable[-1], self._num_entries = _Unused(newest.event, still), left
 
     def _exchange(self, pages: IntArray, twins: list[int]) -> None:
-        """The owner of these has their twins from now on."""
+        """Let the owner of these pages have their twins instead."""
         self._own(np.array(twins))
         self.free(pages)
         self._counts["twins"] += len(twins)
@@ -276,7 +276,7 @@ class PageAllocator:
         self._index.clear()
 
     def restore(self, owners: Iterable[Sequence[int]]) -> None:
-        """Rebuild the books, in whatever state they are, from the page lists of all owners, and forget all
+        """Rebuild the books, whatever state they are in, from the page lists of all owners, and forget all
         content. As after `flush`, an owner must not commit pages that build on earlier ones."""
         held = Counter(page for pages in owners for page in pages)
         self._owners[:] = [held[page] for page in range(self.num_pages)]
@@ -286,7 +286,7 @@ class PageAllocator:
         self._index = PrefixIndex(self.num_pages, self.page_size)
 
     def check_integrity(self, owners: Iterable[Sequence[int]], *, chains_are_whole: bool = True) -> None:
-        """Raise PageIntegrityError unless the books agree with the page lists of all owners.
+        """Raises PageIntegrityError unless the books agree with the page lists of all owners.
 
         `chains_are_whole`: whether the owner of a page must own all pages before it.
         """
@@ -320,29 +320,29 @@ class PageAllocator:
         if np.flatnonzero(self._is_cached).tolist() != sorted(self._index.pages):
             raise PageIntegrityError("some pages are marked as cached but are not, or the other way round")
         if self._num_entries != sum(len(unused.pages) for unused in self._evictable):
-            raise PageIntegrityError("entries of evictable pages are counted wrongly")
+            raise PageIntegrityError("the number of entries of evictable pages is wrong")
 
     def _check_order(self) -> None:
         age = {page: at for at, page in enumerate(self._in_order())}
         for page in self._index.pages:
             parent = self._index.parent_of(page)
             if parent is None:
-                raise PageIntegrityError(f"page {page} is cached behind a page that is not")
+                raise PageIntegrityError(f"page {page} is cached after a page that is not")
             if parent in age and not age.get(page, self.num_pages) < age[parent]:
                 raise PageIntegrityError(
                     f"page {parent} would be evicted before page {page}, which follows it"
                 )
 
     def _counted(self, pages: list[int]) -> IntArray:
-        """How often each page is among these."""
+        """How often each page occurs in these."""
         return np.bincount(np.array(pages, dtype=np.intp), minlength=self.num_pages)
 
     def _in_order(self) -> list[int]:
-        """The evictable pages, the next to be evicted first."""
+        """The evictable pages, in the order of eviction."""
         return [page for unused in self._evictable for page in self._still(unused).tolist()]
 
     def _still(self, unused: _Unused) -> IntArray:
-        """The pages among them that were not used since."""
+        """Those of these pages that have not been used since."""
         pages = unused.pages
         return pages[(self._became_unused[pages] == unused.event) & (self._owners[pages] == 0)]
 
@@ -381,5 +381,5 @@ def _without_page_0(pages: Sequence[int] | IntArray) -> IntArray:
 
 
 def _all(numbers: IntArray) -> bool:
-    """Whether none of these is 0; in half the time of numpy's own."""
+    """Whether none of these is 0; takes half the time of numpy's own."""
     return np.count_nonzero(numbers) == len(numbers)

@@ -1,25 +1,25 @@
 """Finds cached pages by the tokens they hold.
 
 Note [Exact prefixes]
-Every page that is entered gets a number of its own, which is never used again. It is found under the key
-(number of the page before it, bytes of its token ids), where 0 stands before the first page. A dictionary
-compares keys, not only hashes, so by induction over the pages a hit means that every token from the start of
-the request is equal. A page whose predecessor has left is found no more, whatever has taken the place of
-that page since: the number is gone with it.
+Every page that is entered gets its own number, which is never reused. It is found under the key (number of
+the page before it, bytes of its token ids); the number before the first page is 0. A dictionary compares
+keys, not only hashes, so by induction over the pages a hit means that every token from the start of the
+request is equal. A page whose predecessor has left can no longer be found, whatever has taken the place of
+that predecessor: its number is gone.
 
-A salt stands before the bytes of a first page, and so before all that is found behind it: requests of
-different salts, or with one and without, share nothing. All pages are of one length, so no salt can be taken
-for tokens.
+A salt precedes the bytes of a first page, and so everything found after it: requests with different salts, or
+with and without one, share nothing. All pages have the same length, so no salt can be mistaken for tokens.
 
 Note [Blocks]
-A prompt of 32,768 tokens has 2,048 pages, and to look each of them up takes as long as a third of a decode
-step. So 16 pages in a row that begin at a multiple of 16 are found in one look as well, under the number of
-the page before them and the bytes of all their tokens, and so are 16 such blocks in a row. A page may be in
-several blocks, which differ behind it, and takes their entries with it when it leaves; so do blocks in larger
-ones. Both have an index of their own: a salt before the first of them makes its length anything.
+A prompt of 32,768 tokens has 2,048 pages, and looking each of them up takes as long as a third of a decode
+step. So 16 consecutive pages that begin at a multiple of 16 can also be found in one lookup, under the number
+of the page before them and the bytes of all their tokens, and so can 16 such blocks in a row. A page may be
+in several blocks, which differ after it, and takes their entries with it when it leaves; blocks in larger
+ones do likewise. Each size has its own index, because a salt before the first block makes its length
+arbitrary.
 
-Without its block a page is found all the same, only more slowly. So blocks may be entered later than their
-pages, when nobody waits (`catch_up`).
+Without its block a page is still found, only more slowly. So blocks may be entered later than their pages,
+when nobody waits (`catch_up`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _LARGE = _BLOCK * _BLOCK
 _ID = np.dtype(np.int32)
 _Key = tuple[int, bytes]
 _FEW_DUE = 4
-"""Blocks that a look is not worth to be entered for."""
+"""A lookup leaves up to this many due blocks unentered."""
 
 
 class PrefixIndex:
-    """Which page holds which tokens behind which page."""
+    """Which page holds which tokens after which page."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        """Of pages below `num_pages`, of `page_size` tokens each; page 0 stands for: no page before."""
+        """For pages below `num_pages` of `page_size` tokens each; page 0 means: no page before."""
         self._page_size = page_size
         self._bytes_of = {
             count: np.dtype(f"V{count * page_size * _ID.itemsize}") for count in (1, _BLOCK, _LARGE)
@@ -55,23 +55,23 @@ class PrefixIndex:
         self._key_of: dict[int, _Key] = {}
         self._pages_of: dict[_Key, IntArray] = {}
         self._blocks_with: dict[int, tuple[_Key] | set[_Key]] = {}
-        """By page; a set where there is more than one, as many as went on differently behind it."""
+        """By page; a set if there are several, which differ after it."""
         self._block_ending: dict[int, _Key] = {}
         """By its last page."""
         self._pages_of_large: dict[_Key, IntArray] = {}
         self._blocks_of: dict[_Key, list[_Key]] = {}
-        """Of a large one."""
+        """The blocks of each large one."""
         self._large_with: defaultdict[_Key, set[_Key]] = defaultdict(set)
         self._due: dict[int, None] = {}
         """Last pages of blocks that are not entered yet."""
         self._runs = PrefixRuns(page_size)
         self._numbers = [0] * num_pages
         self._numbers_in_index = np.zeros(num_pages, dtype=np.int64)
-        """The same of pages in the index, 0 of all others."""
+        """The same for pages in the index, 0 for all others."""
         self._num_entered = self._num_left = 0
         self._parents = [0] * num_pages
         self._places = [-1] * num_pages
-        """Pages before each, in its chain."""
+        """How many pages precede each in its chain."""
 
     def __len__(self) -> int:
         return len(self._key_of)
@@ -85,7 +85,7 @@ class PrefixIndex:
         return list(self._key_of)
 
     def contents(self, token_ids: Sequence[int] | IntArray, num_pages: int = 1) -> list[bytes]:
-        """The token ids of each page, or of so many pages together, that these fill, as they are compared."""
+        """The token ids of each full page, or of `num_pages` full pages together, as bytes to compare."""
         size = num_pages * self._page_size
         count = len(token_ids) // size
         if not count:
@@ -97,7 +97,7 @@ class PrefixIndex:
         return found
 
     def find(self, token_ids: Sequence[int] | IntArray, salt: bytes = b"") -> IntArray:
-        """The pages of the longest known beginning of these, under a salt."""
+        """The pages of the longest known prefix of these tokens, under a salt."""
         ids = np.ascontiguousarray(token_ids, dtype=_ID)
         start = self.contents(ids[: self._page_size])
         page = self._page_of.get((0, salt + start[0] if salt else start[0])) if start else None
@@ -115,11 +115,11 @@ class PrefixIndex:
         return found
 
     def _with_pages_behind(self, known: IntArray, ids: IntArray, salt: bytes) -> IntArray:
-        """All pages of the longest known beginning of these, of which these are known."""
+        """All pages of the longest known prefix of these tokens, of which `known` are given."""
         while True:
             for length, blocks in ((_LARGE, self._pages_of_large), (_BLOCK, self._pages_of)):
                 known = self._with_blocks_behind(known, ids, salt, length, blocks)
-            # A whole block more would have been found, if it is not due.
+            # Another whole block would have been found, unless it is due.
             begin, end = len(known), (len(known) // _BLOCK + 1) * _BLOCK
             before, pages = self._numbers[known.item(-1)], list[int]()
             for content in self.contents(ids[begin * self._page_size : end * self._page_size]):
@@ -136,7 +136,7 @@ class PrefixIndex:
     def _with_blocks_behind(
         self, known: IntArray, ids: IntArray, salt: bytes, length: int, blocks: dict[_Key, IntArray]
     ) -> IntArray:
-        """The same as far as blocks of so many pages go on; one may begin inside of what is known."""
+        """The same, as far as blocks of `length` pages go; one may begin inside the known pages."""
         begin = len(known) // length * length
         size, end, found = self._page_size, begin + length, list[IntArray]()
         if end * size > len(ids):
@@ -152,13 +152,13 @@ class PrefixIndex:
         return np.concatenate([known[:begin], *found]) if found else known
 
     def behind(self, parent: int, content: bytes) -> int | None:
-        """The page that holds these tokens behind `parent`."""
+        """The page that holds these tokens after `parent`."""
         return self._page_of.get((self._numbers[parent], content))
 
     def enter(self, page: int, parent: int, content: bytes) -> None:
-        """From now on `page` is found behind `parent`, which is in the index or 0."""
+        """Make `page` findable after `parent`, which is in the index or 0."""
         size = self._page_size * _ID.itemsize
-        is_full = len(content) >= size if parent == 0 else len(content) == size  # before the first is a salt
+        is_full = len(content) >= size if parent == 0 else len(content) == size  # the first may have a salt
         assert is_full, "only a full page can be shared"
         assert page not in self._key_of, "a page is committed once"
         assert parent == 0 or parent in self._key_of, "the page before must be committed"
@@ -172,7 +172,7 @@ class PrefixIndex:
             self._due[page] = None
 
     def enter_row(self, pages: Sequence[int], parent: int, contents: Sequence[bytes]) -> None:
-        """`enter` pages, one behind another, none of which was found there before."""
+        """`enter` consecutive pages, none of which was found there before."""
         size = self._page_size * _ID.itemsize
         has_salt = parent == 0 and len(contents[0]) > size
         assert set(map(len, contents[has_salt:])) <= {size}, "only a full page can be shared"
@@ -199,14 +199,14 @@ class PrefixIndex:
                     self._enter_large_block(page)
             self._due.clear()
         except BaseException:
-            # One that is entered in part would not leave with its pages. All are due again.
+            # A partly entered block would not leave with its pages. All are due again.
             self._forget_blocks()
             ends = [page for page in self._key_of if self._places[page] % _BLOCK == _BLOCK - 1]
             self._due.update(dict.fromkeys(sorted(ends, key=self._numbers.__getitem__)))
             raise
 
     def remove(self, pages: Sequence[int]) -> None:
-        """They are found no more, nor are pages behind them."""
+        """Make these pages unfindable, and so the pages after them."""
         self._num_left += len(pages)
         for key in map(self._key_of.pop, pages):
             del self._page_of[key]
@@ -234,7 +234,7 @@ class PrefixIndex:
         self._large_with.clear()
 
     def parent_of(self, page: int) -> int | None:
-        """The page before one in the index, 0 for the first of a chain; None if that one has left."""
+        """The page before one in the index, 0 for the first of a chain; None if that page has left."""
         parent = self._parents[page]
         is_there = parent in self._key_of or parent == 0
         return parent if is_there and self._numbers[parent] == self._key_of[page][0] else None
@@ -263,7 +263,7 @@ class PrefixIndex:
         """The pages of the block that ends here; none if one of them has left."""
         parents, numbers, key_of = self._parents, self._numbers, self._key_of
         block, page = [last], last
-        for _ in range(_BLOCK - 1):  # as `parent_of`, whose calls take longer than all else here
+        for _ in range(_BLOCK - 1):  # inlined `parent_of`: its calls would take longer than all the rest
             parent = parents[page]
             if numbers[parent] != key_of[page][0] or (parent not in key_of and parent):
                 return []
@@ -321,5 +321,5 @@ class PrefixIndex:
 
 
 def _joined(keys: Sequence[_Key]) -> _Key:
-    """The key of what lies in a row."""
+    """The key of consecutive pages or blocks."""
     return keys[0][0], b"".join([content for _, content in keys])

@@ -1,6 +1,6 @@
-"""Chains of pages that were found before, whole: most long prompts begin as one of the last ones did.
+"""Chains of pages found before, as wholes: most long prompts begin like a recent one.
 
-To compare 32,768 tokens takes a tenth of the time in which their blocks are found one by one.
+Comparing 32,768 tokens takes a tenth of the time of finding their blocks one by one.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ LEAST_PAGES = 16
 
 class _Run(NamedTuple):
     token_ids: IntArray
-    """int32: of its pages."""
+    """int32, of its pages."""
     pages: IntArray
     numbers: IntArray
-    """Of these pages, when they were found; see Note [Exact prefixes] in prefix_index."""
+    """Numbers of these pages when they were found; see Note [Exact prefixes] in prefix_index."""
     as_of: int
-    """So many pages had left the index when they were looked at last."""
+    """How many pages had left the index when they were last checked."""
 
 
 class PrefixRuns:
-    """The last ones, by the number of their first page: that one stands for a salt, too."""
+    """The latest runs, by the number of their first page, which also stands for a salt."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._runs: dict[int, _Run] = {}
 
     def find(self, first: int, token_ids: IntArray, numbers: IntArray, num_left: int) -> IntArray | None:
-        """The pages that hold the beginning of these as far as a run behind a first page of this number goes
-        along, and its pages have the numbers that they had; a copy. `numbers`: of all pages, 0 if not in the
-        index, which so many have left."""
+        """The pages that hold the beginning of these tokens, as far as the run after the first page of this
+        number agrees and its pages still have their numbers; a copy. `numbers`: of all pages, 0 if not in the
+        index. `num_left`: how many pages have left the index."""
         run = self._runs.get(first)
         if run is None:
             return None
@@ -49,23 +49,23 @@ class PrefixRuns:
     def note(
         self, first: int, token_ids: IntArray, pages: IntArray, numbers: IntArray, num_left: int
     ) -> None:
-        """These pages were found for the beginning of these."""
+        """Remember that these pages were found for the beginning of these tokens."""
         if len(pages) < LEAST_PAGES:
             return
         self._runs.pop(first, None)
         if len(self._runs) >= MOST_RUNS:
             del self._runs[next(iter(self._runs))]
-        # Copies: whoever has them may write to them.
+        # Copies, because the owners may write to the originals.
         own = np.array(token_ids[: len(pages) * self._page_size], dtype=np.int32)
         self._runs[first] = _Run(own, pages.copy(), numbers.take(pages), num_left)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all runs."""
         self._runs.clear()
 
 
 def _common(ours: IntArray, theirs: IntArray) -> int:
-    """So many they have in common, from the beginning on."""
+    """The length of their common prefix."""
     count = min(len(ours), len(theirs))
     if not count:
         return 0

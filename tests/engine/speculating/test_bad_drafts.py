@@ -62,5 +62,5 @@ def test_a_folder_that_is_not_there_and_a_model_of_another_vocabulary(target: st
 
 @pytest.mark.parametrize("count", [0, -1, 16, 1.5])
 def test_numbers_of_drafts_that_cannot_be(target: str, count: float) -> None:
-    with pytest.raises(ConfigError, match=r"num_speculative_tokens is a whole number, from 1 to 15"):
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens must be an integer, from 1 to 15"):
         LLM(target, speculative_config={"method": "ngram", "num_speculative_tokens": count})

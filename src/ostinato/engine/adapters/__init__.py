@@ -1,1 +1,1 @@
-"""LoRA adapters of an engine: which are known, which are on the device, and who uses them."""
+"""An engine's LoRA adapters: which are known, which are on the device, and who uses them."""

@@ -1,4 +1,4 @@
-"""The adapters that an engine begins with."""
+"""The adapters that an engine starts with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .served_adapters import ServedAdapters
 
 
 def load_first_adapters(adapters: ServedAdapters, listed: Sequence[str]) -> None:
-    """Load what was listed; ConfigError names what cannot be."""
+    """Load the listed adapters. Raises ConfigError for one that cannot be loaded."""
     for entry in listed:
         name, path, pinned = parsed_module(entry)
         if adapters.named(name) is not None:

@@ -1,4 +1,4 @@
-"""`LoRARequest`: which adapter a request wants, under vLLM's names."""
+"""`LoRARequest`: which adapter a request uses, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..parameters.sampling_params import RequestError
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter by name and number. Both are of one adapter only, until it is removed."""
+    """An adapter by name and number. Until the adapter is removed, neither can be used for another one."""
 
     lora_name: str
     lora_int_id: int
     """At least 1."""
     lora_path: str = ""
-    """A directory that PEFT wrote; may be left out of an adapter that is loaded."""
+    """A directory in PEFT's format; may be omitted if the adapter is already loaded."""
     load_inplace: bool = False
-    """Read it again, in place of what was loaded under this name. Requests under way keep what they have."""
+    """Read it again, replacing what was loaded under this name. Running requests keep the old contents."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise RequestError(f"lora_name is a text that is not empty, not {self.lora_name!r}")
+            raise RequestError(f"lora_name must be a non-empty string, not {self.lora_name!r}")
         number = self.lora_int_id
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise RequestError(f"lora_int_id is an integer of at least 1, not {number!r}")
+            raise RequestError(f"lora_int_id must be an integer of at least 1, not {number!r}")
         object.__setattr__(self, "lora_path", str(self.lora_path or ""))
 
     @property
@@ -46,12 +46,12 @@ class LoRARequest:
 
 
 AskedAdapters = LoRARequest | Sequence[LoRARequest | None] | None
-"""One for all prompts, one for each, or none."""
+"""One adapter for all prompts, one for each, or none."""
 
 
 def one_adapter_each(given: Any, count: int) -> list[LoRARequest | None]:
-    """What each of so many prompts asks for; RequestError for anything else. Whatever is to be loaded in
-    place is loaded once for all of them."""
+    """The adapter of each of `count` prompts. Raises RequestError for anything else. One with load_inplace is
+    loaded once for all of them."""
     if given is None or isinstance(given, LoRARequest):
         return _loaded_once([given] * count)
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -60,7 +60,7 @@ def one_adapter_each(given: Any, count: int) -> list[LoRARequest | None]:
         if one is not None and not isinstance(one, LoRARequest):
             raise RequestError(f"lora_request[{at}] must be a LoRARequest, not {type(one).__name__}")
     if len(given) != count:
-        raise RequestError(f"{len(given)} lora_requests were given for {count} prompts")
+        raise RequestError(f"lora_request must have one entry per prompt: {len(given)} for {count} prompts")
     return _loaded_once(given)
 
 

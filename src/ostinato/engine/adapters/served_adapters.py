@@ -1,7 +1,7 @@
-"""The adapters that an engine knows: loaded, replaced, removed, pinned; more on the host than on the device.
+"""The adapters that an engine knows: loaded, replaced, removed, pinned; the host holds more than the device.
 
-Reading files is kept apart from taking in what was read (`read` and `load`): the first may be done in any
-thread beside the engine's steps, all else belongs between two steps.
+Reading files (`read`) is separate from installing what was read (`load`): reading may run in any thread
+alongside the engine's steps, everything else belongs between two steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .version import AdapterVersion
 
 @dataclass(eq=False)
 class _Known:
-    """An adapter by name; its contents may have been given up to make room on the host."""
+    """An adapter by name; its contents may have been dropped to make room on the host."""
 
     lora_int_id: int
     path: str
@@ -37,7 +37,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """What `list_adapters` tells of one."""
+    """An entry of `list_adapters`."""
 
     name: str
     lora_int_id: int
@@ -51,28 +51,28 @@ class LoadedAdapter:
 
 
 class ServedAdapters:
-    """Of one engine."""
+    """The adapters of one engine."""
 
     def __init__(self, reader: AdapterReader, stacks: AdapterStacks, max_on_host: int) -> None:
         self._reader, self._stacks = reader, stacks
         self._max_on_host = max_on_host
         self.slots = AdapterSlots(stacks.num_slots)
-        """Who has which slot."""
+        """Which version has which slot."""
         self._known: dict[str, _Known] = {}
-        """The least recently asked for first."""
+        """Least recently requested first."""
         self._num_versions = 0
 
     # -- reading, in any thread --------------------------------------------------------------------
 
     def read(self, path: str) -> Adapter:
-        """The adapter in a directory; RequestError if it cannot be served."""
+        """The adapter in a directory. Raises RequestError if it cannot be served."""
         try:
             return self._reader.read(path)
         except AdapterError as error:
             raise RequestError(str(error)) from error
 
     def made_of(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
-        """The adapter of these tensors and of what its adapter_config.json would hold."""
+        """The adapter with these tensors; `config` is what its adapter_config.json would hold."""
         try:
             return self._reader.made_of(config, tensors, name)
         except AdapterError as error:
@@ -87,30 +87,30 @@ class ServedAdapters:
             path = asked.lora_path or (known.path if known is not None else "")
             if not path:
                 raise RequestError(
-                    f"adapter {asked.lora_name!r} is not loaded, and no lora_path says where it is"
+                    f"adapter {asked.lora_name!r} is not loaded: give its directory as lora_path"
                 )
             return path
         return known.path if known.version.adapter is None else None
 
     def version_of(self, asked: LoRARequest, read: Adapter | None = None) -> AdapterVersion:
-        """What a request that asks for this adapter computes with; loaded, if it is not. `read`: what
-        `path_to_read` asked for, if somebody has read it already."""
+        """The version that a request for this adapter computes with, loaded first if necessary. `read`: the
+        contents of `path_to_read`, if already read."""
         if read is not None and not asked.lora_path and asked.lora_name not in self._known:
             self._of(asked)
             self._put(asked, "", read)
         elif (path := self.path_to_read(asked)) is not None:
             self._take_in(asked, path, self.read(path) if read is None else read)
-        self._known[asked.lora_name] = known = self._known.pop(asked.lora_name)  # the last one asked for
+        self._known[asked.lora_name] = known = self._known.pop(asked.lora_name)  # now most recent
         self._make_room(keep=known)
         return known.version
 
     def named(self, name: str) -> LoRARequest | None:
-        """What to ask for to get the adapter of this name; None if it is not loaded."""
+        """The request that selects the adapter of this name; None if it is not loaded."""
         known = self._known.get(name)
         return None if known is None else LoRARequest(name, known.lora_int_id, known.path)
 
     def load(self, asked: LoRARequest, read: Adapter | None = None, *, pinned: bool = False) -> bool:
-        """Load an adapter. Whether something was loaded: False if it was there."""
+        """Load an adapter. False if it was already loaded."""
         is_new = asked.load_inplace or asked.lora_name not in self._known
         if pinned:
             self._check_pin(asked.lora_name)
@@ -120,10 +120,10 @@ class ServedAdapters:
         return is_new
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; RequestError while requests use it, or if there is none."""
+        """Forget an adapter. Raises RequestError if it does not exist or requests use it."""
         known = self._known.get(name)
         if known is None:
-            raise RequestError(f"there is no adapter {name!r}")
+            raise RequestError(f"no adapter {name!r} is loaded")
         if known.version.num_users:
             count = known.version.num_users
             raise RequestError(
@@ -134,10 +134,10 @@ class ServedAdapters:
         self.slots.retire(known.version)
 
     def pin(self, name: str) -> None:
-        """Let an adapter keep its slot on the device, and its place on the host."""
+        """Reserve the adapter's slot on the device and its place on the host."""
         known = self._known.get(name)
         if known is None:
-            raise RequestError(f"there is no adapter {name!r}")
+            raise RequestError(f"no adapter {name!r} is loaded")
         self._check_pin(name)
         self.slots.pin(known.version)
 
@@ -147,7 +147,7 @@ class ServedAdapters:
         left = num_slots - sum(other.is_pinned for other in others)
         if not left:
             raise RequestError(
-                f"adapter {name!r} cannot be pinned: all {num_slots} slots are kept for others; raise "
+                f"adapter {name!r} cannot be pinned: all {num_slots} slots are reserved for others; raise "
                 "max_loras"
             )
         waiting = [other.name for other in others if other.num_users and not other.is_pinned]
@@ -158,11 +158,11 @@ class ServedAdapters:
             )
 
     def name_of(self, lora_int_id: int) -> str | None:
-        """Whose number this is."""
+        """The name of the adapter with this number."""
         return next((n for n, known in self._known.items() if known.lora_int_id == lora_int_id), None)
 
     def listed(self) -> list[LoadedAdapter]:
-        """All that are known, in the order of their numbers."""
+        """All known adapters, ordered by number."""
         found = [
             LoadedAdapter(
                 name,
@@ -182,30 +182,30 @@ class ServedAdapters:
         return 1 + max((known.lora_int_id for known in self._known.values()), default=0)
 
     def check_runs(self, version: AdapterVersion) -> None:
-        """RequestError if a request with this version could never run."""
+        """Raises RequestError if a request with this version could never run."""
         pinned = [known.version for known in self._known.values() if known.version.is_pinned]
         if not version.is_pinned and len(pinned) >= len(self.slots.tenants):
             raise RequestError(
-                f"adapter {version.name!r} has no slot: all {len(pinned)} are kept for pinned adapters; "
+                f"adapter {version.name!r} has no slot: all {len(pinned)} are reserved for pinned adapters; "
                 "raise max_loras, or remove one of them"
             )
 
     def send(self) -> None:
-        """Write what slots have got anew, behind the steps launched so far."""
+        """Write newly assigned slots, after the steps launched so far."""
         for slot, version in list(self.slots.unwritten.items()):
-            assert version.adapter is not None, "whoever has a slot stays on the host"
+            assert version.adapter is not None, "an adapter with a slot stays on the host"
             self._stacks.write(slot, version.adapter)
             self.slots.written(slot)
 
     def contents_are_gone(self) -> None:
-        """The memory of the slots was dropped: all are written again before the next step."""
+        """The memory of the slots was dropped: rewrite all of them before the next step."""
         self._stacks.clear()
         self.slots.contents_are_gone()
 
     # -- the books ---------------------------------------------------------------------------------
 
     def _of(self, asked: LoRARequest) -> _Known | None:
-        """The adapter that is meant; RequestError where name, number or path are those of another."""
+        """The known adapter, if any. Raises RequestError if its name, number or path belongs to another."""
         known = self._known.get(asked.lora_name)
         owner = self.name_of(asked.lora_int_id)
         if owner is not None and owner != asked.lora_name:
@@ -219,7 +219,7 @@ class ServedAdapters:
             )
         if asked.lora_path and not _is_same(asked.lora_path, known.path) and not asked.load_inplace:
             raise RequestError(
-                f"the name {asked.lora_name!r} is taken by the adapter of {known.path or 'given tensors'}: "
+                f"the name {asked.lora_name!r} is taken by the adapter from {known.path or 'given tensors'}: "
                 "remove that first, or load with load_inplace"
             )
         return known
@@ -227,7 +227,7 @@ class ServedAdapters:
     def _take_in(self, asked: LoRARequest, path: str, adapter: Adapter) -> None:
         known = self._known.get(asked.lora_name)
         if known is not None and not asked.load_inplace:
-            # Given up for want of room, and read again.
+            # Its contents were dropped for lack of room, and are read again.
             if adapter.digest != known.digest:
                 raise RequestError(
                     f"adapter {asked.lora_name!r} has changed in {path} since it was loaded: load it again "
@@ -238,7 +238,7 @@ class ServedAdapters:
         self._put(asked, path, adapter)
 
     def _put(self, asked: LoRARequest, path: str, adapter: Adapter) -> None:
-        """Make this the adapter of a name and a number, in place of the one before, if there was one."""
+        """Make this the adapter of a name and a number, replacing an earlier one."""
         before = self._known.get(asked.lora_name)
         self._num_versions += 1
         version = AdapterVersion(asked.lora_name, self._num_versions, adapter)
@@ -251,7 +251,7 @@ class ServedAdapters:
         self._known[asked.lora_name] = _Known(asked.lora_int_id, path, adapter.digest, version)
 
     def _make_room(self, keep: _Known) -> None:
-        """Give up what nobody uses and can be read again, the least recently asked for first."""
+        """Drop contents that nobody uses and that can be read again, least recently requested first."""
         held = [known for known in self._known.values() if known.version.adapter is not None]
         excess = len(held) - self._max_on_host
         for known in held:
@@ -265,5 +265,5 @@ class ServedAdapters:
 
 
 def _is_same(path: str, other: str) -> bool:
-    """Whether both lead to the same directory, however they are written; given tensors have none."""
+    """Whether both paths lead to the same directory, however written; adapters from tensors have none."""
     return bool(other) and os.path.realpath(path) == os.path.realpath(other)

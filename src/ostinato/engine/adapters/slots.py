@@ -2,14 +2,14 @@
 
 Note [When a slot is rewritten]
 A slot belongs to the requests that run with its version: while one of them has a row, nobody else gets it.
-When the last one has left, steps in flight may still compute for its row, as in Note [One step ahead] of the
-scheduler; and as with pages that is sound, for new contents are written behind these steps on the device, in
-the order of launches. What was assigned and is not written yet stays noted until it is, whatever fails.
+After the last one has left, steps in flight may still compute for its row, as in Note [One step ahead] of the
+scheduler. As with pages, that is sound: new contents are written after these steps on the device, in launch
+order. A slot that is assigned but not yet written stays noted until it is written, whatever fails.
 
 Note [Pinned and replaced]
-A pinned version keeps its slot while others come and go. Requests of a version that was replaced since they
-came are the exception: nobody could refuse them any more, and they may find all slots kept. They take one
-that nobody runs with, and the pinned version gets the next that comes free.
+A pinned version keeps its slot while others come and go. The exception: requests whose version was replaced
+after they arrived can no longer be refused, yet may find all slots reserved. They take a slot that no request
+runs with, and the pinned version gets the next one that becomes free.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ NO_SLOT = -1
 
 
 class AdapterSlots:
-    """The books; the memory is elsewhere."""
+    """The bookkeeping only; the memory is elsewhere."""
 
     def __init__(self, num_slots: int) -> None:
         self.tenants: list[AdapterVersion | None] = [None] * num_slots
         """What each slot holds, or will hold by the next step."""
         self.unwritten: dict[int, AdapterVersion] = {}
-        """What the device does not have yet."""
+        """Slots whose contents the device does not have yet."""
         self._num_running = [0] * num_slots
         self._least_recent = list(range(num_slots))
         self._absent_pinned: set[int] = set()
         """Numbers of pinned versions that have no slot yet: one is kept free for each."""
 
     def slot_of(self, version: AdapterVersion) -> int | None:
-        """Where it is."""
+        """The slot that holds it, or None."""
         return next((slot for slot, held in enumerate(self.tenants) if _is(held, version)), None)
 
     def can_take(self, version: AdapterVersion) -> bool:
@@ -46,7 +46,7 @@ class AdapterSlots:
         return len(self._open_to(version)) > (0 if passes else len(self._absent_pinned))
 
     def take(self, version: AdapterVersion) -> int:
-        """The slot of a request that gets a row; `can_take` says whether there is one."""
+        """The slot for a request that gets a row; `can_take` must have allowed it."""
         slot = self.slot_of(version)
         if slot is None:
             slot = self._open_to(version)[0]
@@ -68,13 +68,13 @@ class AdapterSlots:
         self._let_go(slot)
 
     def pin(self, version: AdapterVersion) -> None:
-        """Keep a slot for it, from the next one that is free on."""
+        """Reserve a slot for it, from the next free one on."""
         version.is_pinned = True
         if self.slot_of(version) is None:
             self._absent_pinned.add(version.number)
 
     def retire(self, version: AdapterVersion) -> None:
-        """Nobody new gets this version."""
+        """Give this version to no further requests."""
         version.is_current = version.is_pinned = False
         self._absent_pinned.discard(version.number)
         slot = self.slot_of(version)
@@ -82,15 +82,15 @@ class AdapterSlots:
             self._let_go(slot)
 
     def written(self, slot: int) -> None:
-        """The device has it."""
+        """The device has the slot's contents."""
         del self.unwritten[slot]
 
     def contents_are_gone(self) -> None:
-        """Of all slots: each is to be written again before somebody uses it."""
+        """All slots were lost: each must be rewritten before it is used."""
         self.unwritten = {slot: held for slot, held in enumerate(self.tenants) if held is not None}
 
     def restore(self, slots: Iterable[int]) -> None:
-        """Make the books anew: requests with these slots run, and no others."""
+        """Rebuild the books: requests with exactly these slots run."""
         self._num_running = [0] * len(self.tenants)
         for slot in slots:
             self._num_running[slot] += 1
@@ -98,24 +98,24 @@ class AdapterSlots:
             self._let_go(slot)
 
     def _let_go(self, slot: int) -> None:
-        """Forget what nobody will ask for again."""
+        """Free the slot if no request will use its version again."""
         held = self.tenants[slot]
         if held is not None and not held.is_current and not self._num_running[slot]:
             self.tenants[slot] = None
             self.unwritten.pop(slot, None)
 
     def check_integrity(self, slots: Iterable[int]) -> None:
-        """Raise unless requests with exactly these slots run."""
+        """Assert that requests with exactly these slots run."""
         counted = [0] * len(self.tenants)
         for slot in slots:
             counted[slot] += 1
-        assert counted == self._num_running, "a slot is counted wrongly"
+        assert counted == self._num_running, "the number of requests of a slot is wrong"
         numbers = [held.number for held in self.tenants if held is not None]
         assert len(numbers) == len(set(numbers)), "a version has two slots"
 
     def _open_to(self, version: AdapterVersion) -> list[int]:
-        """Slots that it may get: those of nobody first, then the least recently used; of pinned ones see Note
-        [Pinned and replaced]."""
+        """Slots that it may get: empty ones first, then the least recently used, then, as Note [Pinned and
+        replaced] says, pinned ones."""
         free = [slot for slot in self._least_recent if not self._num_running[slot]]
         empty = [slot for slot in free if self.tenants[slot] is None]
         kept = [] if version.is_current else [slot for slot in free if _is_pinned(self.tenants[slot])]

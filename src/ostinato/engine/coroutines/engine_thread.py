@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and does between two steps what coroutines and other threads ask for."""
+"""The thread that steps an engine and, between steps, does what coroutines and other threads ask for."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ostinato.engine")
 
 _ATTEMPTS = 3
-"""So many steps in a row may raise before an engine is given up."""
+"""How many attempts at a step may raise in a row before the engine is given up."""
 _BETWEEN_STEPS = 0.02
-"""Seconds after which a step is taken though there is more to do: who is told may ask again at once, and a
-handful of such callers would leave no step to anybody."""
+"""Seconds after which a step runs although there are more commands: a caller that gets its answer may ask
+again at once, and a handful of such callers would leave no time for steps."""
 _Found = TypeVar("_Found")
 
 
 class EngineThread:
-    """Runs from the beginning until `stop`."""
+    """Runs from its creation until `stop`."""
 
     def __init__(self, llm: LLM, inboxes: Inboxes) -> None:
         self._llm, self._inboxes = llm, inboxes
@@ -39,7 +39,7 @@ class EngineThread:
         self.is_closed = False
         """Whether nothing can be asked any more."""
         self._gate = threading.Lock()
-        """Whoever holds it may ask; nothing is asked any more once `is_closed` is set under it."""
+        """Must be held to ask; after `is_closed` is set under it, nothing is asked any more."""
         self._thread = threading.Thread(target=self._serve, name="ostinato-engine", daemon=True)
         self._thread.start()
 
@@ -49,14 +49,14 @@ class EngineThread:
         return not self.is_closed and self._thread.is_alive()
 
     def stop(self) -> None:
-        """End it, and wait for that; requests under way end with RequestError."""
+        """Stop the thread and wait for its end; requests under way end with RequestError."""
         with self._gate:
             if not self.is_closed:
                 self._commands.put(None)
         self._thread.join()
 
     def do(self, command: Callable[[TextEngine], None]) -> None:
-        """Have the thread do this between two steps. RequestError: it has ended."""
+        """Have the thread run this between two steps. Raises RequestError if it has ended."""
         self._turn.check_process()
         with self._gate:
             if self.is_closed:
@@ -65,7 +65,7 @@ class EngineThread:
             self._commands.put(lambda: command(engine))
 
     async def call(self, function: Callable[[TextEngine], _Found]) -> _Found:
-        """Have the engine's thread do this between two steps; what comes of it."""
+        """Have the engine's thread run this between two steps; returns its result."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Found] = loop.create_future()
 
@@ -91,7 +91,7 @@ class EngineThread:
             error = problem
         with self._gate:
             self.is_closed = True
-        # What was asked in between is carried out, so that whoever waits for it is told.
+        # Carry out what was asked meanwhile, so that callers waiting for it get an answer.
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
@@ -99,20 +99,20 @@ class EngineThread:
         self._inboxes.tell_all(error)
 
     def _step(self, engine: TextEngine) -> list[RequestOutput]:
-        """A step that raises has ended its requests, who are told by the next one. If that raises as well,
-        and another, nothing works any more."""
+        """Take a step. A step that raises has ended its requests; the next one reports that. If that raises
+        too, and another, the engine has failed for good."""
         for attempt in range(_ATTEMPTS):
             try:
                 return engine.step()
             except Exception:
                 if attempt + 1 == _ATTEMPTS:
                     raise
-                logger.exception("a step failed; the engine goes on")
+                logger.exception("a step failed; the engine continues")
         raise AssertionError
 
     def _obey(self, *, wait: bool) -> bool:
-        """Carry out what was asked since the last step, if it takes no longer than a step may wait; False
-        when it is time to stop."""
+        """Carry out what was asked since the last step, for as long as a step may wait. False when it is time
+        to stop."""
         end: float | None = None
         while wait or not self._commands.empty():
             if end is not None and perf_counter() >= end:
@@ -129,5 +129,5 @@ class EngineThread:
 def _carry_out(command: Callable[[], None]) -> None:
     try:
         command()
-    except Exception:  # one that cannot be carried out is nobody else's loss
-        logger.exception("a command failed; the engine goes on")
+    except Exception:  # a command that fails must not harm anyone else
+        logger.exception("a command failed; the engine continues")

@@ -1,4 +1,4 @@
-"""What another thread has an event loop do."""
+"""Calls into an event loop from another thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:
-    """Have a loop call this; False if it is closed, as `asyncio.run` leaves it: nobody waits in it."""
+    """Have a loop call this; False if it is closed, as after `asyncio.run`: nobody waits in it any more."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
@@ -19,7 +19,7 @@ def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *a
 
 
 def settle(future: asyncio.Future[Any], result: Any) -> None:
-    """Let this come of it, an exception or a value; nobody may be waiting any more."""
+    """Set a future's result or exception; it may have been cancelled."""
     if future.cancelled():
         return
     if isinstance(result, Exception):

@@ -1,6 +1,6 @@
-"""Who waits for the outputs of which request: an inbox in an event loop.
+"""Which inbox, in which event loop, waits for the outputs of which request.
 
-Only the engine's thread touches what is noted here.
+Only the engine's thread touches these records.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ Inbox = asyncio.Queue[News]
 
 
 class Inboxes:
-    """Those of an engine."""
+    """The inboxes of one engine."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, tuple[asyncio.AbstractEventLoop, Inbox]] = {}
         """By request: the inbox that gets its outputs, and the loop in which it may be touched."""
         self.names: dict[Inbox, str] = {}
-        """The request of each inbox; a name may belong to another by the time an inbox is given up."""
+        """The request of each inbox; by the time an inbox is given up, another may have the name."""
         self.streams: dict[Inbox, OutputStream] = {}
-        """What of its outputs each inbox gets."""
+        """Which part of its outputs each inbox gets."""
         self._announced: dict[Inbox, Announced] = {}
         """Those whose adapters are being read."""
 
     def announce(self, engine: TextEngine, arrived: Inbox) -> None:
-        """The adapter of its request begins to be read."""
+        """Note that the adapter of its request is now being read."""
         self._announced[arrived] = engine.core.scheduler.arrivals.announce()
 
     def arrival(self, engine: TextEngine, arrived: Inbox) -> contextlib.AbstractContextManager[None]:
-        """What is added in here came when its adapter began to be read."""
+        """A request added inside counts as arrived when its adapter began to be read."""
         return engine.core.scheduler.arrivals.arrival(self._announced.pop(arrived, None))
 
     def listen(self, name: str, loop: asyncio.AbstractEventLoop, arrived: Inbox) -> None:
-        """Outputs of this request go there from now on."""
+        """Send outputs of this request there from now on."""
         self.listeners[name] = loop, arrived
         self.names[arrived] = name
 
@@ -55,10 +55,10 @@ class Inboxes:
         arrived: Inbox,
         name: asyncio.Future[str],
     ) -> None:
-        """Add a request whose outputs go to this inbox; `name` gets its id, or why there is none."""
+        """Add a request whose outputs go to this inbox; `name` gets its id, or why it was refused."""
         try:
             served = add(engine)
-        except Exception as error:  # of whatever the caller gave us: it is the caller's
+        except Exception as error:  # caused by whatever the caller passed, so it goes to the caller
             call_in(loop, settle, name, error)
             return
         self.listen(served, loop, arrived)
@@ -67,7 +67,7 @@ class Inboxes:
             self.give_up(engine, arrived)
 
     def give_up(self, engine: TextEngine, arrived: Inbox) -> None:
-        """Nobody reads from this inbox any more: its request ends, if it has not."""
+        """Nobody reads from this inbox any more: end its request, if it has not ended."""
         self.streams.pop(arrived, None)
         if (announced := self._announced.pop(arrived, None)) is not None:
             engine.core.scheduler.arrivals.withdraw(announced)
@@ -80,14 +80,14 @@ class Inboxes:
             engine.abort(name)
 
     def tell(self, engine: TextEngine, outputs: list[RequestOutput]) -> None:
-        """Send outputs that grew or ended to those who wait for them."""
-        # Waking a loop costs more than all the rest, so it is done once for all that it gets.
+        """Send outputs that grew or ended to the inboxes that wait for them."""
+        # Waking a loop costs more than all the rest, so each loop is woken once for all its outputs.
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, RequestOutput]]] = {}
         for output in outputs:
             found = self.listeners.get(output.request_id)
             if found is not None:
                 loop, arrived = found
-                # The engine goes on writing to its own; a reader gets one that stays as it is.
+                # The engine continues to write to its own object; a reader gets a copy that does not change.
                 stream = self.streams.get(arrived)
                 news = output.snapshot() if stream is None else stream.news(output)
                 if news is not None:
@@ -99,7 +99,7 @@ class Inboxes:
                     self.give_up(engine, arrived)
 
     def tell_all(self, error: BaseException) -> None:
-        """Nothing more comes, for this reason."""
+        """Send this error to all: nothing more comes."""
         for loop, arrived in self.listeners.values():
             call_in(loop, arrived.put_nowait, error)
 

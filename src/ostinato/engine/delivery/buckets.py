@@ -10,7 +10,7 @@ class Buckets:
     """Counts of values by the bucket they fall in, since the start."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds` are the upper ends of the buckets; one more is without an end."""
+        """`bounds` are the upper ends of the buckets; one more bucket is unbounded."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0

@@ -10,17 +10,17 @@ from ostinato.text.detokenizer import Detokenizer
 
 
 class _Pieces:
-    """A text in the pieces in which it came; only appended to, so that others may read while one writes.
+    """A text as the pieces in which it came. Append-only, so others may read while one thread writes.
 
-    To add to a string is to copy it: for a text of n tokens as often as it has tokens.
+    Appending to a string copies it: for a text of n tokens that would happen n times.
     """
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
         self._ends = [0]
-        """Characters before each piece, and all."""
+        """Characters before each piece, and in total."""
         self._joined = (0, "")
-        """So many pieces in one."""
+        """A number of pieces, and their joined text."""
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -42,14 +42,14 @@ class _Pieces:
         return text
 
     def since(self, start: int, count: int) -> str:
-        """Of the first `count` pieces what is behind `start` characters."""
+        """The text of the first `count` pieces after its first `start` characters."""
         first = max(0, bisect_right(self._ends, start, hi=count + 1) - 1)
         return "".join(self._pieces[first:count])[start - self._ends[first] :]
 
 
 @dataclass(frozen=True)
 class _SoFar:
-    """The text as it was once."""
+    """The text as it was at one moment."""
 
     pieces: _Pieces
     count: int
@@ -60,14 +60,14 @@ class _SoFar:
         return self.pieces.joined(self.count)
 
     def since(self, start: int) -> str:
-        """What is behind the first `start` characters."""
+        """The text after its first `start` characters."""
         return self.pieces.since(start, self.count)
 
 
 class CompletionText:
     """Turns tokens into text and looks for stop strings.
 
-    Without stop strings nobody has to see the text of each step, so it is made when it is asked for.
+    Without stop strings the text of each step is not needed, so it is made on demand.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CompletionText:
         *,
         include_stop: bool = False,
     ) -> None:
-        """Of a list of tokens that grows: append to it, or `push`."""
+        """`token_ids` grows: append to it, or call `push`."""
         self._detokenizer = detokenizer
         self._token_ids = token_ids
         self._stops = tuple(stops)
@@ -88,15 +88,15 @@ class CompletionText:
         self._pieces = _Pieces()
         self._held = ""
         self._num_early = 0
-        """Characters of `_held` that came too early to end anything; what begins in them may end later."""
+        """Characters of `_held` too early to end the text; a match that begins in them may still end it."""
 
     @property
     def text(self) -> str:
-        """What can no longer become part of a stop string, so it can be shown at any time."""
+        """The text that can no longer become part of a stop string, so it can be shown at any time."""
         return self.so_far().text
 
     def since(self, start: int) -> str:
-        """Of `text` what is behind the first `start` characters; takes as long as that is."""
+        """`text` after its first `start` characters; costs as much as the returned part is long."""
         return self.so_far().since(start)
 
     def so_far(self) -> _SoFar:
@@ -106,18 +106,18 @@ class CompletionText:
         return _SoFar(self._pieces, len(self._pieces))
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
-        """Add a token; the stop string that it completes, if one and if it may."""
+        """Add a token; returns the stop string that it completes, if any and if `may_stop`."""
         self._token_ids.append(token)
         return self.find_stop(may_stop=may_stop) if self._stops else None
 
     def find_stop(self, *, may_stop: bool = True) -> str | None:
-        """The stop string that the tokens since the last call complete, if one. Call it after every token."""
+        """The stop string completed by the tokens since the last call, if any. Call it after every token."""
         return self._add(self._decoded(len(self._token_ids)), may_stop)
 
     def finish(self, *, without_last: bool = False) -> str | None:
-        """Give out what was held back: no token comes any more. The last bytes may complete a stop string.
+        """Release what was held back: no further token comes. The last bytes may complete a stop string.
 
-        `without_last`: the last token ended it and is no text.
+        `without_last`: the last token ended the text and is not part of it.
         """
         new = self._decoded(len(self._token_ids) - without_last) + self._detokenizer.finish()
         self._num_decoded = len(self._token_ids)
@@ -128,7 +128,7 @@ class CompletionText:
         return found
 
     def _decoded(self, end: int) -> str:
-        """The text of the tokens before `end` that have not been decoded."""
+        """The text of the tokens before `end` that are not decoded yet."""
         begin, self._num_decoded = self._num_decoded, end
         if begin + 1 == end:
             return self._detokenizer.push_one(self._token_ids[begin])
@@ -154,7 +154,7 @@ class CompletionText:
 
 
 def _first_beginning(text: str, stops: Sequence[str]) -> int:
-    """Where the longest end of `text` begins that could be the beginning of a stop string."""
+    """Where the longest suffix of `text` that could begin a stop string starts."""
     first = len(text)
     for stop in stops:
         at = max(len(text) - len(stop), -1)

@@ -1,8 +1,8 @@
-"""From what a step brought to the outputs.
+"""From the results of a step to the outputs.
 
-Most steps bring the same requests a token each and nothing else, so where these tokens go is worked out when
-the batch changes, and whatever concerns few of them (stop strings, logprobs, the end) is looked at apart.
-Text without stop strings is made when somebody reads it (`CompletionText`).
+Most steps give the same requests a token each and nothing else. So the destinations of the tokens are
+computed when the batch changes, and whatever concerns only a few requests (stop strings, logprobs, the end)
+is handled separately. Text without stop strings is made when it is read (`CompletionText`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _Batch:
 
     requests: tuple[Request, ...]
     token_ids: list[list[int]]
-    """What grows by the token of each."""
+    """The lists that get the token of each."""
     watched: list[ServedCompletion]
     """Those with stop strings."""
     outputs: list[RequestOutput]
-    """What grows in all, each once."""
+    """The outputs that grow, each once."""
 
 
 _NOBODY = _Batch((), [], [], [])
@@ -44,27 +44,27 @@ class Delivery:
         self._tokenizer = tokenizer
         self._finish = finish
         self._token_texts: dict[int, str] = {}
-        """Of single tokens, as far as somebody asked for log-probabilities."""
+        """Texts of single tokens, as far as log-probabilities needed them."""
         self._completions: dict[Request, ServedCompletion] = {}
         self._batch = _NOBODY
 
     def add(self, completion: ServedCompletion) -> None:
-        """From now on what its request gets is for this completion."""
+        """From now on, the results of its request go to this completion."""
         self._completions[completion.request] = completion
 
     def remove(self, completion: ServedCompletion) -> None:
-        """It gets nothing more."""
+        """Stop delivering to this completion."""
         self._completions.pop(completion.request, None)
         self._batch = _NOBODY
 
     def take_in(self, steps: Sequence[Progress]) -> tuple[list[RequestOutput], list[RequestOutput]]:
-        """The outputs that grew or ended with these steps, and of them those that have ended altogether."""
+        """The outputs that grew or ended with these steps, and those of them that are now complete."""
         changed: list[RequestOutput] = []
         over: list[ServedCompletion] = []
         for at, step in enumerate(steps):
-            # More than one where drafts were accepted, several steps were waited for, or a launch failed,
-            # whose requests end and get no token. One that a stop string has just ended may be among them: it
-            # stays as it is.
+            # There are several if drafts were accepted, if several steps were awaited, or if a launch failed,
+            # whose requests end without a token. A completion that a stop string has just ended may be among
+            # them: it stays as it is.
             told = step.without_tokens_of({completion.request for completion in over}) if over else step
             grown, ended = self._take_in(told, is_first=not at)
             changed = _each_once([*changed, *grown]) if changed else grown
@@ -76,7 +76,7 @@ class Delivery:
     def fail(
         self, steps: Sequence[Progress], error: str, abort: Callable[[str], bool]
     ) -> list[RequestOutput]:
-        """Instead of `take_in`, if that raised: whoever is in these steps ends with `error`. Who that is."""
+        """Called if `take_in` raised: the requests in these steps end with `error`. Returns their outputs."""
         self._batch = _NOBODY
         concerned = {request for step in steps for request in (*step.requests, *step.ended, *step.extras)}
         wholes = _each_once(
@@ -95,7 +95,7 @@ class Delivery:
         batch = self._batch
         if batch.requests is not requests:
             batch = self._batch_of(requests)
-            if is_first:  # those that get further tokens are others in every step
+            if is_first:  # later parts of a step have other requests each time
                 self._batch = batch
         for token_ids, token in zip(batch.token_ids, tokens, strict=True):
             token_ids.append(token)
@@ -116,7 +116,7 @@ class Delivery:
     def _batch_of(self, requests: tuple[Request, ...]) -> _Batch:
         completions = [self._completions[request] for request in requests]
         outputs = [completion.whole for completion in completions]
-        # Whoever gets a first token changes the batch, so it is seen here.
+        # A first token always changes the batch, so it is noticed here.
         now = time.monotonic()
         for output in outputs:
             if output.metrics is not None and not output.metrics.first_token_ts:
@@ -143,7 +143,7 @@ class Delivery:
             completion.states.append(extras.hidden)
         if extras.prompt_logprobs is not None and output.index == 0:
             assert whole.prompt_logprobs is not None
-            # Snapshots have the list as it is.
+            # Snapshots share the list, so it is replaced.
             grown = whole.prompt_logprobs = whole.prompt_logprobs.copy()
             # By position: a preempted request computes its prompt again.
             for position, found in extras.prompt_logprobs.items():
@@ -170,7 +170,7 @@ class Delivery:
 
 
 def _tell_drafts(completion: ServedCompletion) -> None:
-    """What drafts brought, beside when things happened."""
+    """Add the counts of drafts to the output's metrics."""
     told, drafts = completion.whole.metrics, completion.request.drafts
     if told is not None and drafts is not None:
         told.speculative_decoding = told.speculative_decoding or RequestDrafts()

@@ -1,4 +1,4 @@
-"""What of a growing output the reader of a stream gets, and when."""
+"""Which part of a growing output the reader of a stream gets, and when."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..parameters.sampling_params import RequestOutputKind, SamplingParams
 
 
 class OutputStream:
-    """Of one request: `SamplingParams.output_kind` and `stream_interval`."""
+    """The stream of one request: `SamplingParams.output_kind` and `stream_interval`."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._kind = params.output_kind
         self._interval = params.stream_interval or 1
         self._num_told = 0
         self._tokens: defaultdict[int, int] = defaultdict(int)
-        """By completion, how many were told; so are the characters."""
+        """Tokens and characters already sent, by completion."""
         self._characters: defaultdict[int, int] = defaultdict(int)
 
     def news(self, output: RequestOutput) -> RequestOutput | None:
-        """What to tell now that it has grown, as a copy that stays as it is; None: nothing yet."""
+        """What to send now that the output has grown, as a copy that will not change; None: nothing yet."""
         if not output.finished and not self._is_due(output):
             return None
         taken = output.snapshot()
@@ -29,7 +29,7 @@ class OutputStream:
         return taken
 
     def _is_due(self, output: RequestOutput) -> bool:
-        """While it runs: after its first tokens, and after so many more."""
+        """While it runs: true after its first tokens, and then after every `stream_interval` more."""
         if self._kind is RequestOutputKind.FINAL_ONLY:
             return False
         if self._interval == 1:

@@ -1,4 +1,4 @@
-"""From the hidden states of a prompt to one vector, or to what a head says of it."""
+"""From the hidden states of a prompt to a vector, or to the scores of the model's head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POOLINGS = ("last", "mean")
 
 
 def check_pooling(pooling: str) -> None:
-    """RequestError if there is no such pooling."""
+    """Raises RequestError for an unknown pooling."""
     if pooling not in POOLINGS:
         raise RequestError(f"unknown pooling {pooling!r}: use {' or '.join(POOLINGS)}")
 
@@ -25,7 +25,7 @@ def pooled(states: PromptStates, pooling: str) -> torch.Tensor:
 
 
 def judged(model: Transformer, states: PromptStates, *, activates: bool = True) -> torch.Tensor:
-    """Probabilities of the labels, or the logits; for a model with a head that judges texts."""
+    """Probabilities of the labels, or their logits; for a model with a classification head."""
     assert model.score is not None
     logits = model.score.weight.detach().float().cpu() @ states.last
     activation = model.config.label_activation if activates else "none"

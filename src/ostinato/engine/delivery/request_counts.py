@@ -1,4 +1,4 @@
-"""What all requests of an engine took together, counted when each of them ends."""
+"""Totals over all requests of an engine, counted when each of them ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestCounts:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
-        """Completions by why they ended."""
+        """Completions by finish reason."""
         self.queue_seconds = Buckets(_SECONDS)
         self.first_token_seconds = Buckets(_SECONDS)
         self.per_token_seconds = Buckets(_SECONDS)
@@ -35,18 +35,18 @@ class RequestCounts:
         self.output_lengths = Buckets(_TOKENS)
         self._waiting: deque[tuple[Request, RequestTimes]] = deque()
         self._parked: list[tuple[Request, RequestTimes]] = []
-        """The same of those who may have no place in the order: under grammars, while theirs is compiled, and
-        with adapters, while there is no slot."""
+        """The same for requests that may leave the queue out of order: those with grammars, which wait for
+        them to be compiled, and those with adapters, which may wait for a slot."""
 
     def queued(self, request: Request, times: RequestTimes) -> None:
-        """A request waits for its first step; several of one prompt share their times."""
+        """A request waits for its first step; the requests of one prompt share their times."""
         if request.grammar is None and request.adapter is None:
             self._waiting.append((request, times))
         else:
             self._parked.append((request, times))
 
     def began(self, at: float) -> None:
-        """See who left the queue in the step that began then; they leave in their order."""
+        """Note which requests left the queue in the step that began at `at`; `_waiting` leave in order."""
         while self._waiting and self._waiting[0][0].status is not RequestStatus.WAITING:
             self._note(self._waiting.popleft()[1], at)
         if self._parked:

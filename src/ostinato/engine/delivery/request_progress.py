@@ -1,4 +1,4 @@
-"""The bar over the prompts of one call."""
+"""The progress bar over the prompts of one call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, Self
 
 Shown = bool | Callable[..., Any] | None
-"""Whether there is a bar: True, False, None for 'when standard error is a terminal', or something that makes
-one as tqdm does."""
+"""Whether there is a bar: True, False, None for 'when standard error is a terminal', or a function that makes
+one, called like tqdm."""
 
 
 class RequestProgress:
-    """Shows how many prompts are done and how many tokens come per second; silent where nobody watches."""
+    """Shows how many prompts are done and the tokens per second; silent unless shown."""
 
     def __init__(self, total: int, shown: Shown) -> None:
         """`shown`: see `Shown`."""
@@ -44,7 +44,7 @@ class RequestProgress:
         return self
 
     def update(self, ended: int, tokens: int) -> None:
-        """So many prompts ended, and so many outputs grew by a token."""
+        """`ended` prompts ended, and `tokens` outputs grew by a token each."""
         if self._theirs is not None and ended:
             self._theirs.update(ended)
         if self._shown:

@@ -10,8 +10,8 @@ from ..scheduling.request_drafts import RequestDrafts
 
 @dataclass
 class RequestTimes:
-    """Under vLLM's names, those of today and those of before. `..._ts` are of a clock that only goes forward,
-    `..._time` are seconds since 1970; 0 and None stand for what has not happened yet."""
+    """Under vLLM's names, current and earlier ones. `..._ts` are from a monotonic clock, `..._time` are
+    seconds since 1970; 0 and None mean that it has not happened yet."""
 
     arrival_time: float = field(default_factory=time.time)
     queued_ts: float = field(default_factory=time.monotonic)
@@ -22,9 +22,9 @@ class RequestTimes:
     last_token_ts: float = 0.0
     """When it ended; 0 while it runs."""
     num_generation_tokens: int = 0
-    """Of all its completions; counted when it ends."""
+    """Over all its completions; counted when it ends."""
     speculative_decoding: RequestDrafts | None = None
-    """What drafts brought all its completions that have ended; None: there were none."""
+    """Counts of drafts over its completions that have ended; None: there were none."""
 
     @property
     def first_token_latency(self) -> float:

@@ -19,30 +19,30 @@ class ServedCompletion:
     """The output of the prompt; `output` is in it."""
     output: CompletionOutput
     token_ids: list[int]
-    """Those of `output`; whoever gets tokens appends them here."""
+    """Those of `output`; new tokens are appended here."""
     text: CompletionText | None = None
-    """Of `token_ids`; None if no text is wanted."""
+    """The text of `token_ids`; None if no text is wanted."""
     has_stops: bool = False
-    """Whether `stop_string` has to be asked after every token."""
+    """Whether `stop_string` must be called after every token."""
     has_siblings: bool = False
-    """Whether there are other completions of the same prompt."""
+    """Whether the same prompt has other completions."""
     states: list[PromptStates] = field(default_factory=list)
-    """For an embedding: those of its prompt, once it is computed."""
+    """For an embedding: the states of its prompt, once computed."""
 
     def stop_string(self, ended: tuple[Request, ...]) -> str | None:
-        """The stop string that the last token completed, if one; `ended` are those that it ended."""
+        """The stop string that the last token completed, if any; `ended`: the requests that it ended."""
         assert self.text is not None
         assert self.request.params is not None
         if self._ended_by_token and self.request in ended:
             return None
         stop = self.text.find_stop(may_stop=len(self.token_ids) > self.request.params.min_tokens)
         if stop is not None:
-            # It may have reached max_tokens with the same token; the stop string is what was asked for.
+            # The same token may have reached max_tokens; the stop string is the more specific reason.
             self.output.finish_reason, self.output.stop_reason = "stop", stop
         return stop
 
     def end(self) -> None:
-        """No token comes any more: the text is settled, and why it ended is told."""
+        """No further token comes: settle the text, and set why it ended."""
         request, output, text = self.request, self.output, self.text
         if text is not None:
             if output.finish_reason is None:
@@ -57,13 +57,13 @@ class ServedCompletion:
         self.whole.num_cached_tokens = max(self.whole.num_cached_tokens, request.num_cached_tokens)
 
     def fail(self, error: str) -> None:
-        """It ends as it is: what was to be told of it could not be."""
+        """End it as it is, with an error: its results could not be delivered."""
         self.output.finish_reason, self.output.stop_reason = "error", None
         self.whole.error = self.whole.error or error
 
     @property
     def _ended_by_token(self) -> bool:
-        """Whether its last token is a sign to stop and no text."""
+        """Whether its last token is a stop token and not part of the text."""
         request = self.request
         if request.finish_reason != "stop" or request.params is None:
             return False

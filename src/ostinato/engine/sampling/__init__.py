@@ -1,1 +1,1 @@
-"""The next token of each request, by what it asks for, and log-probabilities."""
+"""The next token of each request, by its sampling parameters, and log-probabilities."""

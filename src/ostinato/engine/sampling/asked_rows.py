@@ -1,8 +1,8 @@
-"""What requests ask of sampling, written into their rows when they get them: on the device, and on the host
-what decides which graphs serve them.
+"""The sampling parameters of requests, written into their rows when they get them: on the device, and on the
+host the part that decides which graphs serve them.
 
-What most requests leave alone (biases, banned tokens, masks) is written again only where the tenant before
-had set it.
+Settings that most requests leave alone (biases, banned tokens, masks) are rewritten only if the row's
+previous tenant had set them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .token_masks import TokenMasks
 
 
 class AskedRows:
-    """Of all rows of an engine."""
+    """The sampling settings of all rows of an engine."""
 
     def __init__(self, runner: ModelRunner, vocab: int, *, tells_drawn: bool) -> None:
         """`tells_drawn`: see `RowKinds`."""
@@ -29,23 +29,23 @@ class AskedRows:
         num_rows, device = runner.config.max_rows, runner.config.device
         self.kinds = RowKinds(num_rows, tells_drawn=tells_drawn)
         self.generated = torch.zeros(num_rows, vocab, dtype=torch.int32, device=device)
-        """How often each row generated each token, of rows that ask for penalties."""
+        """How often each row generated each token, for rows with penalties."""
         self.in_prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
-        """Whether each token is in the prompt, of the same rows."""
+        """Whether each token is in the prompt, for the same rows."""
         self.masks = TokenMasks(num_rows, vocab, device)
         self._biased_rows: set[int] = set()
         self._banning_rows: set[int] = set()
         self._plain_rows: dict[int, tuple[float | None, ...]] = {}
-        """What is written in the rows of those that ask for plain sampling."""
+        """The values written in rows whose requests use plain sampling."""
 
     @property
     def num_bytes(self) -> int:
-        """Of what is not in the rows themselves."""
+        """The size of what is not in the rows themselves."""
         return self.generated.nbytes + self.in_prompt.nbytes + self.masks.num_bytes
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Whoever joins inside is gone at the end."""
+        """Requests that join inside are undone at the end."""
         tensors = (self.generated, self.in_prompt)
         before = [tensor.clone() for tensor in tensors]
         biased, banning = set(self._biased_rows), set(self._banning_rows)
@@ -59,7 +59,7 @@ class AskedRows:
             self._biased_rows, self._banning_rows, self._plain_rows = biased, banning, plain
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Write what the newcomers of a step ask for into their rows; `rows.send` brings it to the device."""
+        """Write the settings of a step's newcomers into their rows; `rows.send` copies them to the device."""
         for request in requests:
             if request.params is not None:
                 self._write(request, request.params)
@@ -70,7 +70,7 @@ class AskedRows:
         if plain is not None and self._plain_rows.get(row) == plain:
             self.masks.allow_all(row)
             return
-        self._plain_rows.pop(row, None)  # whatever of this fails, the next tenant writes it again
+        self._plain_rows.pop(row, None)  # if any of this fails, the next tenant rewrites it
         is_plain = self.kinds.set(row, params, request.is_processed) is Kind.PLAIN
         write("is_plain", row, is_plain)
         if self._runner.speculation is not None:
@@ -80,7 +80,7 @@ class AskedRows:
         write("top_p", row, params.top_p)
         write("min_p", row, params.min_p)
         write("seeds", row, params.seed or 0)
-        # Those of a kind do not all ask for the same, so these are always set.
+        # Requests of one kind do not all use the same settings, so these are always set.
         write("repetition", row, params.repetition_penalty)
         write("presence", row, params.presence_penalty)
         write("frequency", row, params.frequency_penalty)
@@ -99,7 +99,7 @@ class AskedRows:
             self._plain_rows[row] = plain
 
     def _plain_values(self, request: Request, params: SamplingParams) -> tuple[float | None, ...] | None:
-        """All that is read of a row whose request asks for plain sampling; None if it asks for more."""
+        """Everything that is read of a row with plain sampling; None if the request needs more."""
         if self._runner.speculation is not None or request.rules is not None or request.grammar is not None:
             return None
         if Kind.of(params, request.is_processed) is not Kind.PLAIN:
@@ -110,7 +110,7 @@ class AskedRows:
     def _write_biases(self, row: int, biases: Mapping[int, float]) -> None:
         if not biases and row not in self._biased_rows:
             return
-        self._biased_rows.add(row)  # whatever of this fails, the next tenant writes it again
+        self._biased_rows.add(row)  # if any of this fails, the next tenant rewrites it
         tokens, rest = sorted(biases), MAX_BIASES - len(biases)
         self._rows.write("num_biases", row, len(tokens))
         self._rows.write("bias_ids", row, [*tokens, *[0] * rest])

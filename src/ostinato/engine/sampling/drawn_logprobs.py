@@ -1,8 +1,8 @@
 """Log-probabilities under the distribution that tokens are drawn from: `logprobs_mode="processed_logprobs"`.
 
-It is the model's own after bias, bans, penalties, masks, functions of callers, temperature and filters. A
-request that changes nothing of it is told by the sampling graphs; the others are told here, in plain torch
-behind the graph that has drawn, a few rows at a time.
+It is the model's own after bias, bans, penalties, masks, callers' functions, temperature and filters. For
+requests that change none of it, the sampling graphs return these log-probabilities; for the others they are
+computed here, in plain torch after the graph that drew, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..scheduling.request import IntArray
 from ..stepping.token_return import BesideLines
 
 _PIECE_BYTES = 16 << 20
-"""What an intermediate over the vocabulary may take."""
+"""The most that an intermediate over the vocabulary may take."""
 
 
 class Change(IntEnum):
-    """What a request makes of the model's distribution; each one all that the smaller ones are."""
+    """What a request does to the model's distribution; each value includes the smaller ones."""
 
     NOTHING = 0
     TEMPERATURE = 1
@@ -36,7 +36,7 @@ class Change(IntEnum):
 
     @classmethod
     def of(cls, params: SamplingParams, is_processed: bool) -> Change:
-        """`is_processed`: functions of callers change the logits."""
+        """`is_processed`: callers' functions change the logits."""
         if not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
             return cls.FILTERS
         is_masked = params.structured_outputs is not None or params.allowed_token_ids is not None
@@ -51,9 +51,9 @@ class Change(IntEnum):
 def drawn_logits(
     logits: Tensor, rows: Tensor, asked: Asked, change: Change, tokens: Tensor | None = None
 ) -> Tensor:
-    """float32 [n, vocab], whose softmax the tokens of rows int64 [n] are drawn from.
+    """float32 [n, vocab], the logits that the tokens of rows int64 [n] are drawn from, by softmax.
 
-    `tokens` int64 [n]: those drawn, where they are counted among the generated ones already.
+    `tokens` int64 [n]: the drawn ones, if they are already counted as generated.
     """
     if change >= Change.LOGITS:
         logits = _adjusted(logits, rows, asked, tokens)
@@ -62,14 +62,14 @@ def drawn_logits(
         cut = (asked.top_k[rows], asked.top_p[rows], asked.min_p[rows])
         left = filters.is_kept(logits, *filters.reference(logits, temperature, *cut))
         if tokens is not None:
-            # A sum at the very edge of top_p may be decided either way, and it was decided.
+            # A sum at the very edge of top_p may go either way, and the draw has decided which.
             left.scatter_(1, tokens.unsqueeze(1), True)
         logits = logits.masked_fill(~left, float("-inf"))
     return logits / torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
 
 
 def _adjusted(logits: Tensor, rows: Tensor, asked: Asked, tokens: Tensor | None) -> Tensor:
-    """`asking_rows.adjusted` without a look at numbers, for which the host would have to wait."""
+    """`asking_rows.adjusted` without reading values, for which the host would have to wait."""
     logits = torch_reference.add_bias(logits, asked.bias_ids[rows].long(), asked.bias_values[rows])
     banned = asked.banned[rows].long()
     is_early = asked.lengths[rows] < asked.banned_before[rows]
@@ -92,7 +92,7 @@ def beside(
     last_tokens: Tensor,
     num_top: int,
 ) -> BesideLines:
-    """What is told of the tokens that these rows have just got, on its way to the host."""
+    """Log-probabilities of the tokens that these rows have just got, on their way to the host."""
     device = logits.device
     of, at = (torch.from_numpy(each.astype("int64")).to(device, non_blocking=True) for each in (rows, places))
     size = max(1, _PIECE_BYTES // (4 * logits.size(1)))

@@ -1,9 +1,9 @@
-"""Requests whose texts follow grammars: between the scheduler, which runs them, and the processes that know
-what may come next.
+"""Requests whose texts follow grammars: the link between the scheduler, which runs them, and the processes
+that know which tokens may come next.
 
 Nothing here waits for longer than `Patience` allows. A request whose grammar has not answered by then is
-parked: it leaves the batch, as if preempted, and comes back when the answer is there. So it is with one whose
-grammar is not compiled yet, and with one whose grammar's process has died and has to be made anew.
+parked: it leaves the batch, as if preempted, and returns with the answer. The same goes for a request whose
+grammar is not compiled yet, or whose grammar's process has died and must be restarted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import Scheduler
 
 IDLE_SECONDS = 0.005
-"""So long a step waits for grammars that has nothing else to do."""
+"""How long a step with nothing else to do waits for grammars."""
 
 
 class Following:
@@ -41,7 +41,7 @@ class Following:
         tokenizer, vocab_size = self._tokenizer, self._vocab_size
         assert tokenizer is not None
         special = tokenizer.special_ids
-        # A special token is no text: with no bytes nothing can ask for it but the end.
+        # A special token is not text: without bytes, no grammar can allow it except as the end.
         known = [
             b"" if token in special else tokenizer.bytes_per_token[token]
             for token in range(min(tokenizer.vocab_size, vocab_size))
@@ -56,25 +56,25 @@ class Following:
             self._host.warm_up()
 
     def close(self) -> None:
-        """End all processes; nobody follows anything any more."""
+        """End all processes; no text is followed any more."""
         self.let_go()
         self._host.close()
 
     # -- requests in and out -----------------------------------------------------------------------
 
     def text(self, params: SamplingParams) -> FollowedText | None:
-        """What a request with these parameters has to follow; RequestError if that cannot be."""
+        """The text that such a request must follow. Raises RequestError if that is not possible."""
         if params.structured_outputs is None:
             return None
         if self._tokenizer is None:
-            raise RequestError("structured outputs are about text, and this model has no tokenizer")
+            raise RequestError("structured outputs need text, and this model has no tokenizer")
         try:
             return self._host.text(params.structured_outputs)
         except GrammarError as error:
             raise RequestError(str(error)) from error
 
     def add(self, request: Request) -> None:
-        """Queue a request under a grammar, once that is compiled."""
+        """Queue a request with a grammar, to run once that is compiled."""
         text = request.grammar
         assert text is not None
         self._scheduler.add(request, parked=True)
@@ -85,7 +85,7 @@ class Following:
             self._release(request, text)
 
     def let_go(self) -> None:
-        """Requests that have ended need no grammar any more."""
+        """Release the grammars of requests that have ended."""
         left = self._scheduler.left_grammars
         while left:
             text = left.pop()
@@ -93,7 +93,7 @@ class Following:
             text.close()
 
     def attend(self) -> tuple[Request, ...]:
-        """Let those run whose grammars are there; the requests that this ends."""
+        """Release parked requests whose grammars are ready; returns the requests that this ends."""
         scheduler = self._scheduler
         is_idle = not (scheduler.running or scheduler.waiting or scheduler.num_steps_in_flight)
         ended: list[Request] = []
@@ -114,7 +114,7 @@ class Following:
     # -- in a step ---------------------------------------------------------------------------------
 
     def join(self, requests: Iterable[Request]) -> None:
-        """Begin the texts of those that got a row, or go on with them."""
+        """Begin the texts of requests that got a row, or resume them."""
         followed = [request for request in requests if request.grammar is not None]
         if not followed:
             return
@@ -124,7 +124,8 @@ class Following:
         self._host.send(request.grammar for request in followed if request.grammar is not None)
 
     def follow(self, requests: Sequence[Request], tokens: Sequence[int]) -> tuple[Request, ...]:
-        """Take these tokens along; the requests that this ends. Whoever is not answered leaves the batch."""
+        """Advance the texts by these tokens; returns the requests that this ends. A request without an answer
+        in time leaves the batch."""
         texts = []
         for request, token in zip(requests, tokens, strict=True):
             assert request.grammar is not None
@@ -135,8 +136,8 @@ class Following:
         return tuple([ended for text in texts for ended in self._judge(self._requests[text], text)])
 
     def prepare(self, requests: Sequence[Request]) -> tuple[Request, ...]:
-        """See to it that it is known what may come next for these, or that they are not in the batch; the
-        requests that this ends."""
+        """Make sure that the allowed next tokens are known for these requests, or that they leave the batch;
+        returns the requests that this ends."""
         texts = []
         for request in requests:
             text = request.grammar
@@ -149,7 +150,7 @@ class Following:
         return tuple([ended for text in texts for ended in self._judge(self._requests[text], text)])
 
     def _judge(self, request: Request, text: FollowedText) -> list[Request]:
-        """Where a text stands decides on its request, which is returned if that is its end."""
+        """Act on where a text stands; returns its request if that ended."""
         match text.standing:
             case Standing.FOLLOWS:
                 return []
@@ -158,12 +159,12 @@ class Following:
             case Standing.REFUSED:
                 # min_tokens or a bias left no allowed token.
                 error = (
-                    f"token {request.output_ids[-1]} is not allowed by the structured output: its other "
-                    "sampling parameters leave no token that is"
+                    f"token {request.output_ids[-1]} is not allowed by the structured output: the other "
+                    "sampling parameters leave no token that is allowed"
                 )
                 self._fail(request, error, is_at_fault=True)
             case Standing.DEAD_END:
-                self._fail(request, "the structured output leads nowhere: it allows no token here", True)
+                self._fail(request, "the structured output is a dead end: it allows no token here", True)
             case Standing.FAILED:
                 self._fail(request, text.error or "", text.is_at_fault)
             case Standing.ASKED | Standing.COMPILING | Standing.READY:

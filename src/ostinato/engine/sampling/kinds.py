@@ -1,4 +1,4 @@
-"""What requests ask of sampling, and which of a step's requests ask for more than plain sampling does."""
+"""What requests need of sampling, and which requests of a step need more than plain sampling."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .drawn_logprobs import Change
 
 
 class Kind(IntEnum):
-    """What a sampling graph can do; each one all that the smaller ones can."""
+    """What a sampling graph can do; each kind includes the smaller ones."""
 
     PLAIN = 0
     """Greedy, or random with a temperature and a seed; for all requests of a step."""
     ADJUSTED = 1
-    """Also penalties, biases, bans, masks and logprobs; for those that ask."""
+    """Also penalties, biases, bans, masks and logprobs; for the requests that use them."""
     FILTERED = 2
-    """Also top-k, top-p and min-p; for those that ask."""
+    """Also top-k, top-p and min-p; for the requests that use them."""
 
     @classmethod
     def of(cls, params: SamplingParams, is_processed: bool = False) -> Kind:
@@ -42,17 +42,17 @@ class Kind(IntEnum):
 
 
 _PLAIN = int(Kind.PLAIN)
-"""Which numpy compares with in a third of the time."""
+"""A plain int, which numpy compares in a third of the time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Requests of a step whose logprobs are those of the distribution that they draw from."""
+    """Requests of a step that want logprobs under the distribution that they draw from."""
 
     rows: IntArray
     """int32 [n]."""
     places: IntArray
-    """int32 [n]: which requests of the step they are."""
+    """int32 [n]: their indices in the step."""
     change: Change
     """The largest of theirs."""
     num_top: int
@@ -61,41 +61,40 @@ class Drawn:
 
 @dataclass(frozen=True, eq=False)
 class Asking:
-    """The requests of a step that ask for more, those that ask for logprobs first."""
+    """The requests of a step that need more than plain sampling, those with logprobs first."""
 
     kind: Kind
     """The cheapest that serves them all."""
     rows: IntArray
     """int32 [n]: their rows."""
     places: IntArray
-    """int32 [n]: which requests of the step they are."""
+    """int32 [n]: their indices in the step."""
     told: IntArray
-    """int64: the places of those that ask for logprobs."""
+    """int64: the indices of those with logprobs."""
     drawn: Drawn | None = None
-    """Those that ask for logprobs under another distribution than the model's."""
+    """Those with logprobs under another distribution than the model's."""
 
 
 class RowKinds:
-    """What the tenant of each row asks for, on the host."""
+    """What the tenant of each row needs, on the host."""
 
     def __init__(self, num_rows: int, *, tells_drawn: bool = False) -> None:
-        """`tells_drawn`: logprobs are those of the distribution that tokens are drawn from, and not those of
-        the model itself."""
+        """`tells_drawn`: logprobs are under the distribution that tokens are drawn from, not the model's."""
         self._tells_drawn = tells_drawn
         self.kinds = np.zeros(num_rows, dtype=np.int8)
         self.wants_logprobs = np.zeros(num_rows, dtype=bool)
-        """Of sampling graphs."""
+        """From sampling graphs."""
         self.wants_whole = np.zeros(num_rows, dtype=bool)
         """See `whole_logprobs`."""
         self._may_want_whole = False
         self.changes = np.zeros(num_rows, dtype=np.int8)
-        """What their logprobs know of, and those of the model do not; see `drawn_logprobs`."""
+        """What their logprobs include and the model's do not; see `drawn_logprobs`."""
         self.num_drawn = np.full(num_rows, -1, dtype=np.int32)
-        """Alternatives that those ask for whose logprobs are made beside the graphs; -1: the others."""
+        """Alternatives of requests whose logprobs are computed outside the graphs; -1: all other requests."""
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Tenants of rows that come inside are gone at the end."""
+        """Tenants that come inside are undone at the end."""
         before = copy.deepcopy(vars(self))
         try:
             yield
@@ -106,7 +105,7 @@ class RowKinds:
         """The row has a new tenant."""
         self.kinds[row] = kind = Kind.of(params, is_processed)
         self.changes[row] = change = Change.of(params, is_processed) if self._tells_drawn else Change.NOTHING
-        # What functions make of the logits is no matter to those who are told of it.
+        # With `tells_drawn`, changes made by functions belong to the returned distribution.
         whole = wants_whole(params, is_processed and not self._tells_drawn)
         is_drawn = change > Change.NOTHING and params.wants_logprobs and not whole
         self.wants_whole[row] = whole
@@ -116,8 +115,8 @@ class RowKinds:
         return kind
 
     def wanting_whole(self, step: ScheduledStep, *, drawn: bool) -> list[int]:
-        """Which requests of a step sample and want whole distributions: those they draw from, or, of all
-        others, those of the model."""
+        """The requests of a step that sample and want whole distributions: with `drawn` those that draw from
+        a changed one, else those that draw from the model's."""
         if not self._may_want_whole:
             return []
         wanted = self.wants_whole & ((self.changes > Change.NOTHING) == drawn)
@@ -125,7 +124,7 @@ class RowKinds:
         return found
 
     def asking(self, step: ScheduledStep, served: IntArray | None = None) -> Asking | None:
-        """Who asks for more in this step, but those that are served in another way; None: nobody."""
+        """The requests of this step that need more, except `served` ones; None: there are none."""
         asks = self.kinds[step.rows] > _PLAIN
         if not np.count_nonzero(asks):
             return None

@@ -1,6 +1,6 @@
-"""Functions of callers that change the logits of a request before a token is drawn from them.
+"""Callers' functions that change the logits of a request before a token is drawn from them.
 
-They run on the host between the forward pass and sampling, for the requests that have them and nobody else.
+They run on the host between the forward pass and sampling, only for the requests that have them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..scheduling.token_rules import NOTHING_LEFT
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:
-    """Whether it wants (prompt ids, token ids so far, logits) instead of the last two."""
+    """Whether it takes (prompt ids, token ids so far, logits) instead of the last two."""
     try:
         wanted = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some that are written in C have none
+    except (TypeError, ValueError):  # some functions written in C have none
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return len([each for each in wanted if each.kind in kinds and each.default is each.empty]) == 3
@@ -29,8 +29,7 @@ def takes_prompt(function: Callable[..., Any]) -> bool:
 
 @torch.no_grad()
 def process(request: Request, logits: Tensor) -> str | None:
-    """Write into float32 logits [vocab] what the functions of a request make of them; what went wrong, if
-    something did."""
+    """Apply a request's functions to float32 logits [vocab], in place; returns an error message, or None."""
     output, prompt = request.output_ids, request.prompt_ids.tolist()
     changed = logits
     for function in request.processors:
@@ -38,7 +37,7 @@ def process(request: Request, logits: Tensor) -> str | None:
         given = (prompt, output, changed) if takes_prompt(function) else (output, changed)
         try:
             changed = function(*given)
-        except Exception as error:  # whatever a caller's function raises is the caller's to know
+        except Exception as error:  # whatever a caller's function raises is reported to the caller
             return f"logits_processors: {name} raised {type(error).__name__}: {error}"
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
             found = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
@@ -49,8 +48,8 @@ def process(request: Request, logits: Tensor) -> str | None:
 
 
 def what_is_wrong(logits: Tensor, allowed: Tensor) -> str | None:
-    """Why no token can be drawn from changed logits [vocab]; `allowed`: bool [vocab] of what masks allow."""
+    """Why no token can be drawn from changed logits [vocab]; `allowed`: bool [vocab], from the masks."""
     best = float(logits.masked_fill(~allowed, -math.inf).max())
     if math.isnan(best) or best == math.inf:
-        return f"logits_processors: {best} is among the logits that they returned"
+        return f"logits_processors: they returned {best} among the logits"
     return f"logits_processors: {NOTHING_LEFT}" if best == -math.inf else None

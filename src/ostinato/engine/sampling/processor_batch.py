@@ -1,8 +1,8 @@
-"""The objects behind `LLM(logits_processors=[...])` and the batch as they know it (`processor_protocol`).
+"""The objects behind `LLM(logits_processors=[...])` and the batch as they see it (`processor_protocol`).
 
-A class that only makes functions for single requests becomes such functions, as if each request had brought
-them in its parameters. For the others every request waits for its last token before the next is drawn, as
-with any function of a caller (Note [Grammars] in core.py).
+A class that only makes functions for single requests is turned into such functions, as if each request had
+them in its parameters. With any other class, every request waits for its last token before the next is
+drawn, as with any function of a caller (Note [Grammars] in core.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .processor_protocol import AdapterLogitsProcessor, BatchUpdate, LogitsProce
 
 
 def processor_classes(given: Sequence[Any]) -> list[type[LogitsProcessor]]:
-    """Classes from themselves or from their names, `module:Class`; ConfigError for anything else."""
+    """Classes from themselves or from their names, `module:Class`. Raises ConfigError for anything else."""
     return [_class_of(each) for each in given]
 
 
@@ -48,7 +48,7 @@ def _class_of(given: Any) -> type[LogitsProcessor]:
 
 
 class ProcessorBatch:
-    """All processors of an engine, and which request they know under which index."""
+    """All processors of an engine, and the indices under which they know requests."""
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self._processors = processors
@@ -63,11 +63,11 @@ class ProcessorBatch:
 
     @property
     def sees_everybody(self) -> bool:
-        """Whether some want all requests."""
+        """Whether a processor needs all requests."""
         return bool(self._of_batches)
 
     def check(self, params: SamplingParams) -> None:
-        """RequestError for parameters that one of them does not take."""
+        """Raises RequestError for parameters that a processor refuses."""
         for processor in self._processors:
             try:
                 processor.validate_params(params)
@@ -75,12 +75,12 @@ class ProcessorBatch:
                 raise RequestError(f"{type(processor).__name__}: {error}") from error
 
     def functions(self, params: SamplingParams) -> list[Callable[..., Any]]:
-        """What those that work on single requests make for this one."""
+        """The functions that processors of single requests make for this one."""
         made = []
         for adapter in self._adapters:
             try:
                 function = adapter.new_req_logits_processor(params)
-            except Exception as error:  # whatever a caller's class raises is the caller's to know
+            except Exception as error:  # whatever a caller's class raises is reported to the caller
                 raise RequestError(_raised(adapter, error)) from error
             if function is not None and adapter.is_argmax_invariant():
                 heat = _heat(params)
@@ -91,11 +91,11 @@ class ProcessorBatch:
 
     @torch.no_grad()
     def apply(self, lines: Mapping[Request, Tensor]) -> str | None:
-        """Change these lines of float32 logits [vocab], one for each request of a step; what went wrong, if
-        something did: then no line has changed."""
+        """Change these lines of float32 logits [vocab], one for each request of a step. Returns an error
+        message, and then no line has changed, or None."""
         update = self._update(list(lines))
         error = None
-        for processor in self._of_batches:  # all of them, whatever one does: they have to know the batch
+        for processor in self._of_batches:  # even after an error: each must know the batch
             try:
                 processor.update_state(update)
             except Exception as raised:
@@ -125,8 +125,8 @@ class ProcessorBatch:
         return processor.apply(logits / heat) * heat
 
     def _update(self, requests: Sequence[Request]) -> BatchUpdate | None:
-        """Make the batch that of this step; what that changes. Whoever is new takes the place of one who has
-        left; then the last ones move into what is still empty."""
+        """Make the batch that of this step; returns the changes. A newcomer takes the place of a request that
+        left; then the last requests move into the remaining gaps."""
         here, known = set(requests), set(self._slots)
         empty = [index for index, request in enumerate(self._slots) if request not in here]
         added = []
@@ -150,18 +150,18 @@ class ProcessorBatch:
 
 
 def _is_of_single_requests(kind: type[AdapterLogitsProcessor]) -> bool:
-    """Whether it only makes functions for them."""
+    """Whether the class only makes functions for single requests."""
     found = (kind.apply, kind.update_state)
     return found == (AdapterLogitsProcessor.apply, AdapterLogitsProcessor.update_state)
 
 
 def _heat(params: SamplingParams | None) -> float | None:
-    """None: the likeliest token is taken."""
+    """The temperature; None: greedy."""
     return None if params is None or params.is_greedy else params.temperature
 
 
 def _scaled(function: Callable[..., Any], heat: float) -> Callable[..., Any]:
-    """The same on logits divided by a temperature."""
+    """The same function on logits divided by a temperature."""
 
     @functools.wraps(function, assigned=("__name__",), updated=())
     def called(*given: Any) -> Any:

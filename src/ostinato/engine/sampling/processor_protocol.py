@@ -1,9 +1,9 @@
-"""Classes of callers that change the logits of whole batches: `LLM(logits_processors=[...])`.
+"""Callers' classes that change the logits of whole batches: `LLM(logits_processors=[...])`.
 
-The protocol is vLLM's. An engine makes one object of each class. Before every step it tells it how the batch
-has changed (`update_state`), then gives it the logits of the batch (`apply`). A request keeps its index until
-it is removed or moved. `AdapterLogitsProcessor` is for those who think of one request at a time; only the
-requests that it has a function for pay for it.
+The protocol is vLLM's. An engine makes one object of each class. Before every step it passes the changes of
+the batch (`update_state`), then the logits of the batch (`apply`). A request keeps its index until it is
+removed or moved. `AdapterLogitsProcessor` is for code that handles one request at a time; it costs something
+only for the requests that it has a function for.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class MoveDirectionality(Enum):
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """How a batch has changed: first some were removed, then others added, then some moved."""
+    """How a batch has changed: first requests were removed, then others added, then some moved."""
 
     batch_size: int
     removed: Sequence[int]
-    """Indices that are empty now."""
+    """Indices that are now empty."""
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
-    """(index, parameters, prompt ids, output ids); the last list grows as the request does."""
+    """(index, parameters, prompt ids, output ids); the last list grows with the request."""
     moved: Sequence[tuple[int, int, MoveDirectionality]]
     """(from, to, how)."""
 
@@ -52,7 +52,7 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError for parameters that it cannot take; the request is then refused."""
+        """Raise ValueError for unsupported parameters; the request is then refused."""
         return
 
     @abstractmethod
@@ -60,16 +60,16 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """The logits [batch, vocab] as they shall be; may be changed in place."""
+        """The changed logits [batch, vocab]; may be changed in place."""
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token stays so. Then it gets logits divided by the temperature, and greedy
-        requests do not need it."""
+        """Whether the most likely token never changes. Then it gets logits divided by the temperature, and
+        greedy requests skip it."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Before every `apply`; None if the same requests are in the same places."""
+        """Called before every `apply`; None if the same requests are in the same places."""
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
@@ -77,14 +77,14 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, partial[Tensor]] = {}
-        """By index: its function, which has the lists of tokens already."""
+        """By index: the request's function, bound to its token lists."""
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """The function of a request with these parameters, if it needs one."""
+        """The function of a request with these parameters, or None if it needs none."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Keep the functions of those in the batch."""
+        """Keep the functions of the requests in the batch."""
         process_dict_updates(self.req_info, batch_update, self._bound)
 
     def _bound(
@@ -96,7 +96,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
         return partial(function, *((prompt, output) if takes_prompt(function) else (output,)))
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Each function on its own line."""
+        """Apply each function to its own line."""
         for index, function in self.req_info.items():
             logits[index] = function(logits[index])
         return logits
@@ -107,7 +107,7 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Keep a dictionary by index of what `new_state` finds for requests; whether it has changed."""
+    """Keep a dictionary by index of what `new_state` returns for requests; True if it has changed."""
     if batch_update is None:
         return False
     before = dict(req_entries)

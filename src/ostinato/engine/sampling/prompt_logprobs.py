@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a prompt. Computed eagerly: it is rarely asked for."""
+"""Log-probabilities of the tokens of a prompt. Computed eagerly, because they are rarely requested."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..token_ids import IntArray
 _PIECE = 256
 """Tokens whose logits are held at the same time."""
 _PIECE_OF_ALL = 16
-"""The same, where all of them are sorted."""
+"""The same when all of them are sorted."""
 
 
 @torch.no_grad()
 def prompt_logprobs_of(
     model: Transformer, hidden: torch.Tensor, prompt_ids: IntArray, start: int, top_n: int
 ) -> list[dict[int, Logprob]]:
-    """What the prompt tokens that follow `hidden` [t, H], states of positions from `start` on, were given.
+    """Log-probabilities of the prompt tokens after `hidden` [t, H], states of positions from `start` on.
 
     `top_n`: -1 for the whole vocabulary.
     """

@@ -1,9 +1,9 @@
 """Chooses the next token of each request on the device.
 
 The parameters of a request are written once, into its row, when it gets the row (`asked_rows`). A step then
-brings only rows, and nothing if they are those of the step before. Plain sampling, which is also the end of
-every decode step (`plain_sampling`), serves all requests of a step but those that ask for more; another graph
-then serves these, and nobody else (`kernels.sampling.asking_rows`). It is the cheapest kind that serves them
+sends only rows, or nothing if they are those of the step before. Plain sampling, which is also the end of
+every decode step (`plain_sampling`), serves all requests of a step that need no more. Another graph then
+serves the rest, and only them (`kernels.sampling.asking_rows`): the cheapest kind that can serve them all
 (`kinds`).
 """
 
@@ -54,7 +54,7 @@ PLAIN_FIELDS = (Field("req_rows", torch.int32, per="request"),)
 
 
 def asking_fields(max_requests: int) -> tuple[Field, ...]:
-    """Padding has row 0, whose token goes nowhere, and so any place."""
+    """Padding has row 0, whose token is discarded, so its place can be any."""
     return (
         Field("rows", torch.int32, per="request"),
         Field("places", torch.int32, per="request", poison=max_requests - 1),
@@ -72,11 +72,11 @@ class Sampler:
         tells_drawn = config.config.logprobs_mode == "processed_logprobs"
         self._asked_rows = AskedRows(runner, vocab, tells_drawn=tells_drawn)
         self.join = self._asked_rows.join
-        """Write what the newcomers of a step ask for into their rows; `rows.send` brings it to the device."""
+        """Write the settings of a step's newcomers into their rows; `rows.send` copies them to the device."""
         self._kinds, self._masks = self._asked_rows.kinds, self._asked_rows.masks
         self.generated = self._asked_rows.generated
         self.processors = ProcessorBatch(())
-        """Classes of callers that change logits."""
+        """Callers' classes that change logits."""
         self._asked = Asked(
             generated=self.generated,
             in_prompt=self._asked_rows.in_prompt,
@@ -87,14 +87,14 @@ class Sampler:
             runner.speculation.asked = self._asked
         self._returned = runner.returned
         self.logprobs = LogprobLines.of(self._returned.lines, min(MOST_IN_GRAPHS, vocab))
-        """Where log-probabilities come back."""
+        """Where log-probabilities are returned."""
         asking = self._buffers_for(asking_fields(config.max_running_requests))
         buffers = {Kind.PLAIN: self._buffers_for(PLAIN_FIELDS), Kind.ADJUSTED: asking, Kind.FILTERED: asking}
         self.graphs = {kind: self._make_graphs(kind, buffers[kind]) for kind in Kind}
         """The graphs of each kind."""
         self._decided: tuple[IntArray | None, int, Asking | None] = (None, 0, None)
         self._held: dict[Kind, object] = dict.fromkeys(Kind)
-        eager_steps: Counter[Reason] = Counter()  # one count for all kinds: they report as one
+        eager_steps: Counter[Reason] = Counter()  # shared by all kinds: they report as one
         for graphs in self.graphs.values():
             graphs.eager_steps = eager_steps
 
@@ -125,7 +125,7 @@ class Sampler:
         )
 
     def try_out(self) -> None:
-        """Run what has kernels of its own once, without a trace."""
+        """Run everything that has its own kernels once, without a trace."""
         for graphs in self.graphs.values():
             for key in graphs.keys[:1]:
                 graphs.try_out(key)
@@ -143,12 +143,12 @@ class Sampler:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what the rows' tokens were so far; the parameters are in the rows."""
+        """Size of the records of earlier tokens; the parameters are in the rows."""
         return self._asked_rows.num_bytes
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Whoever joins inside is gone at the end, and the graphs' inputs are held by nobody."""
+        """Requests that join inside are undone at the end, and the graphs' inputs count as unknown."""
         try:
             with self._asked_rows.unchanged():
                 yield
@@ -163,8 +163,8 @@ class Sampler:
     # -- parameters --------------------------------------------------------------------------------
 
     def take(self, request: Request, params: SamplingParams) -> None:
-        """Give a new request its rules; RequestError for parameters that this vocabulary, these buffers or
-        this configuration do not allow."""
+        """Give a new request its rules. Raises RequestError for parameters that this vocabulary, these
+        buffers or this configuration do not allow."""
         self._check(params, request.eos_token_ids)
         self.processors.check(params)
         request.processors = [*(params.logits_processors or ()), *self.processors.functions(params)]
@@ -183,31 +183,35 @@ class Sampler:
             asked = getattr(params, name)
             if asked is not None and most >= 0 and not 0 <= asked <= most:
                 raise RequestError(
-                    f"{name} is {asked}{' (all)' if asked < 0 else ''}, and at most {most} can be asked for: "
-                    "raise max_logprobs of the engine, -1 allows all"
+                    f"{name} is {asked}{' (all)' if asked < 0 else ''}, and at most {most} are allowed: "
+                    "raise the engine's max_logprobs, or set it to -1 to allow all"
                 )
         named = max(params.logprob_token_ids or [0])
         if named >= self._vocab:
-            raise RequestError(f"logprob_token_ids: token {named}: the vocabulary ends at {self._vocab - 1}")
+            raise RequestError(
+                f"logprob_token_ids: token {named} is outside the vocabulary, which ends at {self._vocab - 1}"
+            )
         bias = params.logit_bias or {}
         if len(bias) > MAX_BIASES:
-            raise RequestError(f"logit_bias names {len(bias)} tokens, {MAX_BIASES} are possible")
+            raise RequestError(f"logit_bias has {len(bias)} tokens, and at most {MAX_BIASES} are possible")
         if bias and max(bias) >= self._vocab:
-            raise RequestError(f"logit_bias of token {max(bias)}: the vocabulary ends at {self._vocab - 1}")
+            raise RequestError(
+                f"logit_bias: token {max(bias)} is outside the vocabulary, which ends at {self._vocab - 1}"
+            )
         num_ends = 0 if params.ignore_eos else len(eos_token_ids)
         most_stops = MAX_BANNED - max(4, num_ends)
         if params.min_tokens and len(params.stop_token_ids or ()) > most_stops:
             raise RequestError(
-                f"min_tokens can hold off at most {most_stops} stop tokens beside {num_ends} tokens that "
-                "end a text of this model"
+                f"min_tokens can suppress at most {most_stops} stop tokens in addition to the {num_ends} "
+                "end-of-text tokens of this model"
             )
 
     # -- steps -------------------------------------------------------------------------------------
 
     def mask(self, requests: Sequence[Request]) -> dict[Request, str]:
-        """Allow these requests, each with a grammar or rules, only what may follow; before every `launch`.
+        """Restrict these requests, each with a grammar or rules, to allowed tokens; before every `launch`.
 
-        Those that get no token, and why.
+        Returns those without an allowed token, with the reason.
         """
         stuck = {}
         for request in requests:
@@ -223,8 +227,8 @@ class Sampler:
         return stuck
 
     def process(self, step: ScheduledStep, places: Sequence[int]) -> dict[Request, str]:
-        """Have functions and classes of callers change the logits of those at these places that they are for;
-        whom they leave without a token, and why."""
+        """Apply callers' functions and classes to the logits of the requests at these places. Returns the
+        requests left without a token, with the reason."""
         at_work = {step.requests[at]: self._runner.logits[at] for at in places}
         lines = {request: line for request, line in at_work.items() if request.is_processed and request.row}
         failed = {}
@@ -241,13 +245,13 @@ class Sampler:
         return failed
 
     def whole_logprobs(self, step: ScheduledStep) -> dict[int, Tensor]:
-        """By place, the distributions of those that want the model's own whole, on their way to the host;
-        before anything changes the logits."""
+        """By place, the model's distributions of requests that want them whole, on their way to the host;
+        call it before anything changes the logits."""
         places = self._kinds.wanting_whole(step, drawn=False)
         return {at: on_the_way(self._runner.logits[at]) for at in places}
 
     def whole_drawn_logprobs(self, step: ScheduledStep) -> dict[int, Tensor]:
-        """The same of those that want what they draw from; when it is there, and nothing is drawn yet."""
+        """The same for requests that want the distribution they draw from; before anything is drawn."""
         found = {}
         for at in self._kinds.wanting_whole(step, drawn=True):
             row = int(step.rows[at])
@@ -258,7 +262,7 @@ class Sampler:
         return found
 
     def launch(self, step: ScheduledStep) -> Launched:
-        """Sample from the logits of the step just run, one row per request, as far as it has not done it.
+        """Sample from the logits of the step just run, one row per request, unless the step has done so.
 
         The tokens are on their way to the host when this returns; `Launched.read` waits for them.
         """
@@ -275,8 +279,7 @@ class Sampler:
         return self._with_bunches(step, launched) if step.num_drafts else launched
 
     def _with_bunches(self, step: ScheduledStep, launched: Launched) -> Launched:
-        """Choose all tokens of those whose drafts are verified though they ask for more than plain
-        sampling."""
+        """Choose all tokens of requests that have drafts verified but need more than plain sampling."""
         speculation, bunch = self._runner.speculation, self._runner.bunch
         assert speculation is not None
         assert bunch is not None
@@ -303,14 +306,14 @@ class Sampler:
         return asking
 
     def _others_asking(self, step: ScheduledStep) -> IntArray | None:
-        """Who is served together with its drafts."""
+        """The requests whose tokens are chosen together with their drafts."""
         if not step.num_drafts:
             return None
         assert self._runner.speculation is not None
         return self._runner.speculation.asking_in(step)
 
     def _run(self, kind: Kind, batch: Mapping[str, IntArray], made_of: object) -> None:
-        """`made_of`: while it is the same as in the last such step, the graph needs nothing new."""
+        """`made_of`: while it is the same object as in the last such step, the graph needs no new inputs."""
         count = len(next(iter(batch.values())))
         graphs, shape = self.graphs[kind], recurring_shape(count, count, 1)
         is_held = made_of is not None and made_of is self._held[kind]

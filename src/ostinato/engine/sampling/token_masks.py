@@ -1,8 +1,8 @@
-"""Which tokens each row may get, one bit each: on the device, and as the host knows it to be there.
+"""Which tokens each row may get, one bit each: on the device, with the host's copy of the same state.
 
-Masks come from grammars, which are followed on the host, and from the lists of requests (`token_rules`), and
-change from token to token or not at all. Those that changed travel in one copy from pinned memory, which
-nobody waits for.
+Masks come from grammars, which are followed on the host, and from the lists of requests (`token_rules`); they
+change with every token or not at all. The changed ones are sent in one copy from pinned memory, which nothing
+waits for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALL = -1
 
 
 class TokenMasks:
-    """The masks of all rows; row 0, which belongs to padding, may get anything."""
+    """The masks of all rows; row 0, which belongs to padding, allows everything."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         words = mask_words(vocab_size)
@@ -45,7 +45,7 @@ class TokenMasks:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Masks that are set inside are undone at the end."""
+        """Masks set inside are undone at the end."""
         tensor, mirror = self.tensor.clone(), self._mirror.copy()
         masked, unsent = set(self._masked), set(self._unsent)
         try:
@@ -56,14 +56,14 @@ class TokenMasks:
             self._masked, self._unsent = masked, unsent
 
     def follow(self, row: int, grammar: Grammar, within: Mask | None = None) -> bool:
-        """Allow a row only what may come next in a grammar and is in `within`; on the device after the next
-        `send`. False, and nothing changes, if that is no token at all."""
+        """Allow a row only the next tokens of a grammar that are also in `within`; on the device after the
+        next `send`. False, and nothing changes, if there is none."""
         mask = np.empty_like(self._mirror[row])
         grammar.fill(mask)
         return self.allow(row, mask if within is None else mask & within)
 
     def allow(self, row: int, mask: Mask) -> bool:
-        """Allow a row only this; as `follow`."""
+        """Allow a row only these tokens; as `follow`."""
         if not mask.any():
             return False
         self._masked.add(row)
@@ -71,7 +71,7 @@ class TokenMasks:
         return True
 
     def allowed(self, row: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """bool, a token each: what the row may get, as the host knows it."""
+        """bool, one per token: what the row may get, as the host knows it."""
         octets = self._mirror[row].view(np.uint8)
         return np.unpackbits(octets, bitorder="little", count=self._vocab_size).view(np.bool_)
 
@@ -83,11 +83,11 @@ class TokenMasks:
 
     def _set(self, row: int, mask: Mask | int) -> None:
         if not np.array_equal(self._mirror[row], np.broadcast_to(mask, self._mirror[row].shape)):
-            self._unsent.add(row)  # before the mirror is written: whatever fails then, it is sent
+            self._unsent.add(row)  # before the mirror is written: if that fails, it is sent
             self._mirror[row] = mask
 
     def send(self) -> None:
-        """Bring what changed to the device, behind the steps launched so far; if that fails, next time."""
+        """Send changes to the device, after the steps launched so far; if it fails, the next call does."""
         if not self._unsent:
             return
         rows = np.array(sorted(self._unsent), dtype=np.int64)

@@ -1,1 +1,1 @@
-"""Requests from their arrival to the steps that compute them: who runs, in which pages, with which tokens."""
+"""Requests from arrival to the steps that compute them: which run, in which pages, with which tokens."""

@@ -1,4 +1,4 @@
-"""Prompts: who may come in, who gets a row next, and how much of whose prompt a step computes."""
+"""Prompts: which requests may enter, which gets a row next, and how much of each prompt a step computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .waiting_requests import WaitingRequests
 
 
 class Admission:
-    """Of one scheduler; see Note [Fair order] in scheduler.py."""
+    """Admission of one scheduler; see Note [Fair order] in scheduler.py."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class Admission:
         self._running, self._waiting = running, waiting
 
     def check_fits(self, request: Request) -> None:
-        """RequestError if it could never run."""
-        # A completion needs room for at least one token behind the prompt.
+        """Raises RequestError if it could never run."""
+        # A completion needs room for at least one token after the prompt.
         needed, max_len = request.num_prompt_tokens + (not request.is_embedding), self._running.max_len
         if needed <= max_len:
             return
@@ -53,7 +53,7 @@ class Admission:
         return bool(self._waiting.turn) or self._waiting.line.is_due(None)
 
     def room(self, rows: IntArray, num_in_flight: int) -> PromptRoom:
-        """What the requests that decode, in these rows, leave of a step to prompts."""
+        """The room for prompts in a step, next to the decoding requests in these rows."""
         left = self._config.max_batched_tokens - len(rows)
         if self._bound is None or not self.may_prompt:
             return PromptRoom(left)
@@ -62,7 +62,7 @@ class Admission:
         return self._bound.room(len(rows), int(self._running.rows.num_scheduled[rows].sum()), left)
 
     def chunks(self, room: PromptRoom) -> list[tuple[Request, int]]:
-        """Who computes how much of a prompt in the next step, with pages for it."""
+        """The prompts of the next step and how many tokens of each, with pages for them."""
         return self._continue_prefill(room) + self._admit(room)
 
     def _continue_prefill(self, room: PromptRoom) -> list[tuple[Request, int]]:
@@ -72,7 +72,7 @@ class Admission:
         count = min(request.num_unscheduled, room.at(request.num_scheduled))
         needed = taken.missing(request, request.num_scheduled + count)
         if needed > self._pages.num_free:
-            # The youngest waits, with what it has, for older ones to leave or to take its pages.
+            # The youngest waits, keeping what it has, until older ones leave or take its pages.
             return []
         taken.take(request, needed)
         room.take(request.num_scheduled, count)
@@ -105,9 +105,9 @@ class Admission:
         return chunks
 
     def _has_room_for(self, request: Request, prefix: IntArray) -> bool:
-        """Whether a newcomer fits behind what a running prefill still needs and a page for every decode.
+        """Whether a newcomer fits after what a running prefill still needs and a page for every decode.
 
-        Admitting one that has to be preempted soon after would compute its prompt twice.
+        Admitting a request that is preempted soon after would compute its prompt twice.
         """
         running, taken = self._running, self._running.taken
         if not running.requests:

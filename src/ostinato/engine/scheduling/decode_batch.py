@@ -1,14 +1,14 @@
-"""The requests that decode, and how long nothing about them changes.
+"""The requests that decode, and for how many steps nothing about them changes.
 
 Note [Longest first]
-Attention takes a batch's contexts in its order, and programs that begin with the longest end at about the
-same time. All of a batch grow by a token in each step, so an order by length stays one.
+Attention processes a batch's contexts in order, and programs that begin with the longest end at about the
+same time. All requests of a batch grow by a token in each step, so an order by length stays valid.
 
 Note [Steady steps]
-Between two changes every step is the one before it, one token further. How many such steps there are is
-known: until a request needs a page, or reaches the length at which it ends. So a step inside such a stretch
-costs a few additions, and everything that could change it (an arrival, an end, a page) ends the stretch.
-Where drafts are verified, a step may bring less than it was given room for: such stretches last longer.
+Between two changes every step is the previous one, one token further. The number of such steps is known:
+until a request needs a page, or reaches the length at which it ends. A step inside such a stretch costs a few
+additions, and everything that could change it (an arrival, an end, a page) ends the stretch. When drafts are
+verified, a step may produce less than it was given room for: such stretches last longer.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from .request import IntArray, Request, RequestRows
 
 
 class DecodeBatch:
-    """Requests that decode; for as long as none joins or leaves."""
+    """Requests that decode, as long as none joins or leaves."""
 
     def __init__(self, requests: Sequence[Request], rows: RequestRows) -> None:
         unordered = np.array([request.row for request in requests], dtype=np.intp)
         order = np.argsort(-rows.num_promised[unordered], kind="stable")
         self._state = rows
         self.requests = tuple([requests[at] for at in order.tolist()])
-        """The longest first; see Note [Longest first]."""
+        """Longest first; see Note [Longest first]."""
         self._places = unordered[order]
         self.rows: IntArray = self._places.astype(np.int32)
         """int32 [R]."""
         self.tenancies: IntArray = rows.tenancy[self._places]
         """int64 [R]."""
         self.num_adapters = rows.num_adapters(self._places)
-        """Different ones."""
+        """The number of different ones."""
         self.shared_prefix = 0
         """Tokens that all of them begin with, in the same pages..."""
         self.num_twins: int | None = None
-        """...as of that many `RequestPages.num_twins`; None: not looked up yet."""
+        """...as of this value of `RequestPages.num_twins`; None: not looked up yet."""
         self.steady_steps = 0
-        """So many steps are the last one, one token further; see Note [Steady steps]."""
+        """How many next steps repeat the last one, one token further; see Note [Steady steps]."""
         self.num_drafts = 0
-        """Of each request, in these steps."""
+        """Drafts of each request in these steps."""
 
     def look_ahead(self, num_drafts: int = 0) -> None:
-        """All of them have just been scheduled, with so many drafts: how many steady steps follow?"""
+        """All have just been scheduled, with this many drafts: compute how many steady steps follow."""
         state, places = self._state, self._places
         self.num_drafts, count = num_drafts, 1 + num_drafts
         if not len(places):
@@ -57,10 +57,10 @@ class DecodeBatch:
         self.steady_steps = max(0, min(to_page, to_end))
 
     def advance(self) -> IntArray:
-        """Account for a steady step; int32 [R]: where its tokens stand."""
+        """Account for a steady step; returns int32 [R], the positions of its tokens."""
         assert self.steady_steps
         self.steady_steps -= 1
-        # Read anew: what was scheduled beyond the drafts that were accepted has been taken back since.
+        # Read again: what was scheduled beyond the accepted drafts has been taken back since.
         starts = self._state.num_scheduled[self._places]
         self._state.num_scheduled[self._places] = starts + (1 + self.num_drafts)
         self._state.num_promised[self._places] += 1 + self.num_drafts

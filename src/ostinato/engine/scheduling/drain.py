@@ -1,10 +1,10 @@
-"""A drain: whoever came before it is served to the end, whoever comes while it lasts is held back.
+"""A drain: requests that arrived before it are served to the end, those that arrive during it are held back.
 
-A request may have come and not be there yet, because its adapter is still being read. It is announced, and
+A request may have arrived but not be added yet, because its adapter is still being read. It is announced, and
 counts from then on:
 
-    announced = drain.announce()            # when it came
-    ...                                     # files are read, steps go on
+    announced = drain.announce()            # when it arrived
+    ...                                     # files are read, steps continue
     with drain.arrival(announced):
         scheduler.add(request)              # as if it had been added then
     drain.withdraw(announced)               # if it is not added after all
@@ -19,29 +19,29 @@ from .request import Request
 
 
 class Announced:
-    """A request that has come and is not added yet."""
+    """A request that has arrived and is not added yet."""
 
     def __init__(self, is_late: bool) -> None:
         self.is_late = is_late
-        """Whether it came during the drain that is in force."""
+        """Whether it arrived during the current drain."""
 
 
 class Drain:
-    """Of one scheduler; the scheduler knows the requests, this one who of them is late."""
+    """The drain of one scheduler: the scheduler knows the requests, the drain which of them are late."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.held: dict[Request, None] = {}
-        """Those that came since it began, oldest first: they do not even wait for their turn."""
+        """Those that arrived since it began, oldest first: they do not even wait for their turn."""
         self._announced: set[Announced] = set()
         self._arriving: Announced | None = None
 
     def begin(self) -> None:
-        """Whoever comes from now on is late."""
+        """Requests that arrive from now on are late."""
         self.is_on = True
 
     def end(self, unfinished: Iterable[Request]) -> list[Request]:
-        """Nobody is late any more; those that were held."""
+        """No request is late any more; returns those that were held."""
         self.is_on = False
         for request in unfinished:
             request.is_late = False
@@ -51,7 +51,7 @@ class Drain:
         return held
 
     def is_over(self, unfinished: Iterable[Request]) -> bool:
-        """Whether all have ended that came before it began."""
+        """Whether all requests that arrived before it have ended."""
         is_served = all(request.is_late for request in unfinished)
         return is_served and all(announced.is_late for announced in self._announced)
 
@@ -61,7 +61,7 @@ class Drain:
         return self.is_on if self._arriving is None else self._arriving.is_late
 
     def announce(self) -> Announced:
-        """A request has come that will be added later."""
+        """Announce a request that has arrived and will be added later."""
         announced = Announced(self.is_on)
         self._announced.add(announced)
         return announced
@@ -72,7 +72,7 @@ class Drain:
 
     @contextmanager
     def arrival(self, announced: Announced | None) -> Iterator[None]:
-        """What is added in here came when it was announced, if it was."""
+        """A request added inside counts as arrived when it was announced, if it was."""
         self._arriving = announced
         try:
             yield

@@ -1,4 +1,4 @@
-"""Steps in flight, and what becomes of requests when one of them lands: tokens, ends, or a failure."""
+"""Steps in flight, and what happens to requests when a step lands: tokens, ends, or a failure."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from .running_requests import RunningRequests
 from .scheduled_step import CompletedStep, FurtherTokens, ScheduledStep
 
 _THERE, _GONE = np.ones(1, dtype=bool), np.zeros(1, dtype=bool)
-"""Whether the one request of a step has not left."""
+"""Whether the only request of a step is still there."""
 
 
 class Landing:
-    """Of one scheduler; see Note [One step ahead] in scheduler.py."""
+    """Landing of one scheduler's steps; see Note [One step ahead] in scheduler.py."""
 
     def __init__(self, running: RunningRequests, finish: Callable[..., None]) -> None:
         """`finish` is the scheduler's."""
         self.in_flight: deque[ScheduledStep] = deque()
-        """The oldest first."""
+        """Oldest first."""
         self._running, self._rows, self._finish = running, running.rows, finish
-        # Of the step that landed last, whose requests had not left; `concerned_by` needs it as it was before.
+        # For the step that landed last: which requests had not left, as `concerned_by` needs it.
         self._landed: tuple[ScheduledStep, IntArray] | None = None
 
     def complete(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
-        """The oldest step has brought these: one of each request."""
+        """The oldest step has produced these tokens: one for each request."""
         assert tokens.shape == (step.num_requests,), "one token per request of the step"
         is_one = step.num_requests == 1
         return self._complete_one(step, tokens) if is_one else self._complete_all(step, tokens)
 
     def _complete_all(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
-        # What numpy indexes with; from anything else it makes one, every time.
+        # numpy's index type; numpy would convert anything else, every time.
         rows, counts = step.rows.astype(np.intp), step.num_new_tokens
         accepted = live = self._land(step, rows)
         new = tokens
@@ -53,7 +53,7 @@ class Landing:
         return CompletedStep(step, tokens, accepted, tuple(finished))
 
     def _complete_one(self, step: ScheduledStep, tokens: IntArray) -> CompletedStep:
-        """`complete` without arrays of one element, each of which takes as long as ten numbers."""
+        """`complete` without arrays of one element, each of which takes as long as ten scalars."""
         row, token = step.rows.item(), int(tokens.item())
         live = self._land(step, step.rows)
         if live is _GONE:
@@ -68,7 +68,7 @@ class Landing:
         return CompletedStep(step, tokens, live, finished)
 
     def complete_verified(self, step: ScheduledStep, tokens: IntArray, num_new: IntArray) -> CompletedStep:
-        """The oldest step has verified drafts and brought [q, R] tokens, so many new ones of each request."""
+        """The oldest step has verified drafts and produced [q, R] tokens, of which `num_new` [R] are new."""
         assert tokens.shape == (step.query_len, step.num_requests), "as many tokens as were computed"
         places = step.rows.astype(np.intp)
         live = np.flatnonzero(self._land(step, places))
@@ -78,7 +78,8 @@ class Landing:
         rejected = step.query_len - counts
         self._rows.num_scheduled[rows] -= rejected
         self._rows.num_promised[rows] -= rejected
-        # A draft has yet to compute what is accepted here, and may never: whose request ends leaves a hole.
+        # The draft model has yet to compute what is accepted here, and never will if the request ends: pages
+        # are committed only up to where they are complete.
         self._running.commit_full(rows, before)
         rounds = self._rows.append_bunch(rows, before + 1, tokens[:, live], counts)
         computed = before.copy()
@@ -98,8 +99,8 @@ class Landing:
         return CompletedStep(step, *found[0], tuple(found[1:]))
 
     def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
-        """The oldest step did not run, or who knows how far: end its requests, and return them. Others may
-        have got pages with it: they are told again."""
+        """The oldest step did not run, or ran to an unknown point: end its requests and return them. Pages
+        that others got with it are sent to the device again."""
         self._running.taken.put_back_updates(step.page_updates)
         failed = tuple(step.requests[at] for at in np.flatnonzero(self._land(step, step.rows)).tolist())
         for request in failed:
@@ -107,7 +108,7 @@ class Landing:
         return failed
 
     def concerned_by(self, step: ScheduledStep) -> tuple[Request, ...]:
-        """The requests of a step that had not left when it landed, or have not if it is still in flight."""
+        """The step's requests that had not left when it landed, or have not left if it is still in flight."""
         if self._landed is not None and self._landed[0] is step:
             live = self._landed[1]
         else:
@@ -115,16 +116,16 @@ class Landing:
         return tuple(step.requests[at] for at in np.flatnonzero(live).tolist())
 
     def forget(self, step: ScheduledStep | None) -> None:
-        """A step will not land; None: nor will any other."""
+        """This step will not land; None: no step will."""
         self.in_flight = deque(other for other in self.in_flight if step is not None and other is not step)
 
     def _land(self, step: ScheduledStep, rows: IntArray) -> IntArray:
-        """Take the oldest step out of flight; which of its requests have not left since."""
+        """Take the oldest step out of flight; returns which of its requests have not left since."""
         assert self.in_flight[0] is step, "steps complete in the order of scheduling"
         batch = self._running.batch
         live: IntArray
         if batch is not None and step.requests is batch.requests:
-            live = step.samples  # all of them: a batch is made anew when somebody leaves
+            live = step.samples  # all of them: a batch is rebuilt when a request leaves
         elif step.num_requests == 1:
             is_there = self._rows.tenancy.item(step.rows.item()) == step.tenancies.item()
             live = _THERE if is_there else _GONE

@@ -1,4 +1,4 @@
-"""Pages for those that decode, taken from the youngest where none is left."""
+"""Pages for decoding requests, taken from the youngest request if none is free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .waiting_requests import WaitingRequests
 
 
 class Preemption:
-    """Of one scheduler; see Note [Fair order] in scheduler.py."""
+    """Preemption of one scheduler; see Note [Fair order] in scheduler.py."""
 
     def __init__(self, pages: PageAllocator, running: RunningRequests, waiting: WaitingRequests) -> None:
         self.count = 0
@@ -20,10 +20,10 @@ class Preemption:
         self._pages, self._running, self._waiting = pages, running, waiting
 
     def grow(self, requests: tuple[Request, ...], rows: IntArray, count: int = 1) -> bool:
-        """Give a page to each decoding request that has no room for `count` tokens, at most as many as a page
-        has; where none is left, preempt the youngest.
+        """Give a page to each decoding request without room for `count` tokens, at most a page's worth; if
+        none is free, preempt the youngest.
 
-        Whether somebody was preempted: others decode then.
+        True if a request was preempted: the decoding requests have then changed.
         """
         running = self._running
         full = running.rows.num_scheduled[rows] + count > running.rows.capacity[rows]
@@ -49,7 +49,7 @@ class Preemption:
 
 
 def take_row(request: Request, running: RunningRequests) -> None:
-    """It runs no more, and will be computed again from its first token on."""
+    """Stop running it; it will be computed again from its first token."""
     running.move_out(request)
     request.status = RequestStatus.WAITING
     request.num_preemptions += 1

@@ -1,13 +1,13 @@
-"""How many tokens of prompts a step takes beside the requests that decode.
+"""How many prompt tokens a step takes next to the requests that decode.
 
 Note [Streams beside prompts]
 A request that decodes gets its next token when the step ends, so a step full of prompts is a pause in its
-stream. Where a time between two tokens is asked for, a step with streams in it takes as many tokens of
-prompts as fit into that time by what steps have cost so far (`StepCosts`): up to the largest captured size
-that does, so that its graph computes no padding. Without streams a step is as full as it may be.
+stream. If a time between two tokens is configured, a step with streams takes as many prompt tokens as fit
+into that time according to the costs of earlier steps (`StepCosts`): up to the largest captured size that
+fits, so that its graph computes no padding. Without streams a step is as full as it may be.
 
-Nobody starves. Every step takes all decodes along; and prompts get as much time as the decodes beside them,
-however little was asked for, and a page of tokens at least.
+Nobody starves. Every step includes all decodes; and prompts get at least as much time as the decodes next to
+them, however short the configured time, and at least a page of tokens.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .scheduled_step import ScheduledStep
 from .step_costs import StepCosts, StepSize
 
 LEAST_TOKENS = PAGE_SIZE
-"""Of prompts in a step."""
+"""Prompt tokens in a step."""
 LEAST_SHARE = 0.5
 """Of a step's time, for prompts."""
 
 
 class PromptRoom:
-    """Room for tokens of prompts in one step."""
+    """Room for prompt tokens in one step."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        """No more than these are left."""
+        """At most this many are left."""
 
     def at(self, start: int) -> int:
-        """How many more tokens fit of a prompt that goes on at this position."""
+        """How many more tokens fit from a prompt that continues at this position."""
         return self.tokens
 
     def take(self, start: int, count: int) -> None:
-        """So many tokens of a prompt, from this position on, are in the step."""
+        """Put `count` tokens of a prompt, from this position on, into the step."""
         self.tokens -= count
 
 
@@ -59,7 +59,7 @@ class TimedRoom(PromptRoom):
         self._seconds = bound.seconds_for(num_decodes, contexts)
 
     def at(self, start: int) -> int:
-        """How many more tokens fit of a prompt that goes on at this position."""
+        """How many more tokens fit from a prompt that continues at this position."""
         sizes = self._bound.sizes
         sizes = sizes[sizes > self._used]
         largest = self._least
@@ -71,8 +71,8 @@ class TimedRoom(PromptRoom):
         return self._offered
 
     def take(self, start: int, count: int) -> None:
-        """So many tokens of a prompt, from this position on, are in the step."""
-        # Behind a prompt that is cut nobody comes, though the beginning of another one may cost less.
+        """Put `count` tokens of a prompt, from this position on, into the step."""
+        # Nothing follows a prompt that is cut, though the beginning of another one might cost less.
         is_full = count >= self._offered
         self._used += count
         self._pairs += float(self._bound.pairs(start, count))
@@ -92,8 +92,8 @@ class PromptBound:
         are_captured: bool = True,
         window: int | None = None,
     ) -> None:
-        """`seconds`: between two tokens of a stream. `sizes`: of steps that may be chosen, the last one the
-        most tokens of a step. `are_captured`: whether a step pays for all of its size. `window`: so many
+        """`seconds`: between two tokens of a stream. `sizes`: allowed sizes of steps, the last one being the
+        most tokens of a step. `are_captured`: whether a step pays for all of its size. `window`: how many
         tokens a token looks back on at most."""
         self.costs = costs
         self.sizes: IntArray = np.array(sizes)
@@ -103,11 +103,11 @@ class PromptBound:
         self._window = window
 
     def room(self, num_decodes: int, contexts: int, tokens: int) -> PromptRoom:
-        """For prompts, `tokens` at most, beside so many requests with such contexts, added up."""
+        """For prompts, at most `tokens`, next to this many decoding requests with this total of contexts."""
         return TimedRoom(self, num_decodes, contexts, tokens)
 
     def note(self, step: ScheduledStep, seconds: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         if not step.num_drafts:
             self.costs.note(self.size_of(step), seconds)
 
@@ -121,18 +121,18 @@ class PromptBound:
         return StepSize(tokens, float(pairs.sum()), int(step.starts[:num_decodes].sum()))
 
     def pairs(self, starts: IntArray | int, counts: IntArray | int) -> IntArray:
-        """Keys that so many tokens from there on look at."""
+        """Keys that this many tokens from there on attend to."""
         seen = np.asarray(starts + counts / 2)
         found: IntArray = counts * (seen if self._window is None else np.minimum(seen, self._window))
         return found
 
     def least_size(self, num_decodes: int) -> int:
-        """The smallest step in which prompts get on."""
+        """The smallest step in which prompts make progress."""
         return self._rung_of(num_decodes + LEAST_TOKENS)
 
     def _rung_of(self, tokens: int) -> int:
         return self._rungs.round_up(tokens) or self._rungs.limit
 
     def seconds_for(self, num_decodes: int, contexts: int) -> float:
-        """What a step beside these requests may take."""
+        """How long a step with these decoding requests may take."""
         return max(self._asked, self.costs.at_least(num_decodes, contexts) / (1 - LEAST_SHARE))

@@ -15,13 +15,13 @@ While one step runs and the next is scheduled ahead, a request that decodes look
 - num_computed: tokens whose KV is known to be in the pages (their step is complete)
 - num_scheduled: these and the tokens in flight; where the next step of the request begins
 - num_tokens: tokens whose id the host knows
-- num_promised: these and the ones pending, which steps in flight will sample
+- num_promised: these and the pending ones, which steps in flight will sample
 - num_unscheduled = num_promised - num_scheduled: what the next step may take; 1 while decoding
 
 A decode step is scheduled while its input token is pending: the device has the id in the request's row.
 
-A step that verifies k drafts brings 1 to k + 1 tokens. Until it is complete, num_scheduled and num_promised
-count as if all of them were accepted; then what was too much is taken back.
+A step that verifies k drafts produces 1 to k + 1 tokens. Until it is complete, num_scheduled and num_promised
+count as if all of them were accepted; then the excess is taken back.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RequestStatus(Enum):
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; equal to the words of the OpenAI API."""
+    """Why a request ended; the values are those of the OpenAI API."""
 
     STOP = "stop"
     """A stop string, a stop token or the end-of-sequence token; for an embedding: done."""
@@ -73,42 +73,42 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """The caller no longer wants it."""
     ERROR = "error"
-    """It failed; `Request.error` says how."""
+    """It failed; see `Request.error`."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One completion (or embedding) to compute. The scheduler alone changes it."""
+    """One completion (or embedding) to compute. Only the scheduler changes it."""
 
     request_id: str
     """The caller's name for it, unique among unfinished requests."""
     prompt_ids: IntArray
-    """int32: token ids of the prompt, at least one; may be given as anything that lists integers."""
+    """int32: token ids of the prompt, at least one; may be given as any sequence of integers."""
     params: SamplingParams | None = None
     """How to sample; None for an embedding, which ends when its prompt is computed."""
     eos_token_ids: frozenset[int] = frozenset()
     """The model's end-of-sequence tokens."""
     grammar: FollowedText | None = None
-    """Which tokens may come next, for a text that must look a certain way."""
+    """Which tokens may come next, for structured output."""
     cache_salt: str | None = None
-    """Only requests with the same one find each other's prefixes in the cache."""
+    """Only requests with the same salt find each other's prefixes in the cache."""
     adapter: AdapterVersion | None = None
-    """What is added to the model's weights for it."""
+    """The adapter added to the model's weights for it."""
     arrival_time: float = field(default_factory=time.monotonic)
     """When it arrived, for latencies; the order of service is the order of `Scheduler.add`."""
 
     rules: TokenRules | None = field(default=None, init=False)
-    """Which tokens may come by the lists of its parameters; given by the engine."""
+    """Which tokens its parameters' lists allow; set by the engine."""
     processors: Sequence[Callable[..., Any]] = field(default=(), init=False)
-    """Functions of callers that change its logits; given by the engine."""
+    """Callers' functions that change its logits; set by the engine."""
     is_processed: bool = field(default=False, init=False)
-    """Whether there are such, or others that change those of all requests."""
+    """Whether there are such, or ones that change the logits of all requests."""
     highest_id: int | None = field(default=None, init=False)
-    """The highest id of its prompt, if whoever made it has looked."""
+    """The highest id of its prompt, if its maker has determined it."""
     order: int = field(default=-1, init=False)
-    """Its number in the order of arrival, given by the scheduler."""
+    """Its number in the order of arrival, set by the scheduler."""
     is_late: bool = field(default=False, init=False)
-    """Whether it came while those before it were served to their end (`Scheduler.drain`)."""
+    """Whether it arrived during a drain (`Scheduler.drain`)."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     """Where it is."""
     row: int = field(default=RESERVED_ROW, init=False)
@@ -118,7 +118,7 @@ class Request:
     num_preemptions: int = field(default=0, init=False)
     """How often it lost its pages and had to be computed again."""
     drafts: RequestDrafts | None = field(default=None, init=False)
-    """What drafts brought it; None before any were verified."""
+    """Counts of its drafts; None before any were verified."""
     finish_reason: FinishReason | None = field(default=None, init=False)
     """Why it ended; None before."""
     stop_reason: int | str | None = field(default=None, init=False)
@@ -126,7 +126,7 @@ class Request:
     error: str | None = field(default=None, init=False)
     """What went wrong, with finish reason `error`."""
     is_at_fault: bool = field(default=False, init=False)
-    """Whether it went wrong by what the request itself asked for."""
+    """Whether it failed because of its own parameters."""
 
     _settled_output: list[int] = field(default_factory=list, init=False, repr=False)
     _rows: RequestRows | None = field(default=None, init=False, repr=False)
@@ -166,19 +166,19 @@ class Request:
 
     @property
     def allowed_by_rules(self) -> Mask | None:
-        """What its rules let come behind the tokens that the host knows; None without rules."""
+        """The tokens that its rules allow after those that the host knows; None without rules."""
         if self.rules is None:
             return None
         return self.rules.next(self.last_output(self.rules.num_looked_at), self.num_output_tokens)
 
     def first_tokens(self, count: int) -> IntArray:
-        """So many of its tokens, prompt and output, while it runs."""
+        """Its first `count` tokens, prompt and output, while it runs."""
         assert self._rows is not None
         tokens: IntArray = self._rows.token_ids[self.row, :count]
         return tokens
 
     def last_output(self, count: int) -> list[int]:
-        """At most so many of the tokens generated last, as far as the host knows them."""
+        """At most `count` of the tokens generated last, as far as the host knows them."""
         if self._rows is None:
             return self._settled_output[-count:]
         end = self.num_tokens
@@ -194,7 +194,7 @@ class Request:
 
     @property
     def adapter_slot(self) -> int:
-        """Where its adapter is on the device, while it runs."""
+        """Its adapter's slot on the device, while it runs."""
         return NO_SLOT if self._rows is None else int(self._rows.adapter_slots[self.row])
 
     @property
@@ -241,15 +241,15 @@ class Request:
 
     @property
     def num_unscheduled(self) -> int:
-        """Tokens that its next step may take, a pending one included."""
+        """Tokens that its next step may take, including a pending one."""
         return self.num_promised - self.num_scheduled
 
 
 class RequestRows:
     """The numbers of the running requests, one row each: a step advances all of them at once.
 
-    Rows are handed out again as soon as they are free, while steps in flight still carry results of the
-    earlier tenant. `tenancy` tells them apart: it changes whenever a row changes hands.
+    Rows are reused as soon as they are free, while steps in flight still carry results of the earlier tenant.
+    `tenancy` distinguishes them: it changes whenever a row changes hands.
     """
 
     def __init__(self, max_running: int, max_len: int, page_size: int, max_drafts: int = 0) -> None:
@@ -266,7 +266,7 @@ class RequestRows:
         self.pages = np.zeros((rows, -(-(max_len + max_drafts) // page_size)), dtype=np.intp)
         """Pages in the order of positions, as many as `capacity` says; 0 for one that was given back."""
         self.num_tokens = np.zeros(rows, dtype=np.int32)
-        """See Note [Lengths of a request]; so are the next three."""
+        """See Note [Lengths of a request], also for the next three."""
         self.num_promised = np.zeros(rows, dtype=np.int32)
         self.num_computed = np.zeros(rows, dtype=np.int32)
         self.num_scheduled = np.zeros(rows, dtype=np.int32)
@@ -275,7 +275,7 @@ class RequestRows:
         self.num_committed_pages = np.zeros(rows, dtype=np.int32)
         """Pages that are in the prefix cache."""
         self.num_given_back = np.zeros(rows, dtype=np.int32)
-        """Pages, its first ones, that it no longer has."""
+        """How many of its first pages it no longer has."""
         self.max_tokens = np.zeros(rows, dtype=np.int32)
         """Length, prompt included, at which it ends."""
         self.stops_from = np.zeros(rows, dtype=np.int32)
@@ -283,12 +283,12 @@ class RequestRows:
         self.stop_ids = np.full((1, rows), -1, dtype=np.int32)
         """Tokens that end it, one per line, padded with -1; as many lines as the largest set so far."""
         self.waits = np.zeros(rows, dtype=bool)
-        """Whether a token can only be chosen once the one before it is known: it follows a grammar, or bad
+        """Whether each token can only be chosen once the previous one is known: it follows a grammar, or bad
         words."""
         self.num_waiting = 0
-        """How many do."""
+        """How many rows do."""
         self.adapter_slots = np.full(rows, NO_SLOT, dtype=np.int32)
-        """Where its adapter is on the device."""
+        """Its adapter's slot on the device."""
         self.num_adapted = 0
         """How many have one."""
         self.tenancy = np.zeros(rows, dtype=np.int64)
@@ -300,7 +300,7 @@ class RequestRows:
         return len(self._free)
 
     def move_in(self, request: Request, max_tokens: int, adapter_slot: int = NO_SLOT) -> None:
-        """Give a row to a request of which nothing is computed, to end at a length of `max_tokens`."""
+        """Give a row to a request of which nothing is computed yet; it ends at a length of `max_tokens`."""
         row, prompt, output = self._free.pop(), request.prompt_ids, request._settled_output
         length = len(prompt) + len(output)
         self.requests[row] = request
@@ -320,7 +320,7 @@ class RequestRows:
         request.row, request._rows = row, self
 
     def move_out(self, request: Request) -> None:
-        """Take the row back. What steps in flight still compute for it is dropped."""
+        """Take the row back. Results that steps in flight still compute for it are dropped."""
         row = request.row
         request._settled_output = request.output_ids
         request.row, request._rows = RESERVED_ROW, None
@@ -333,13 +333,13 @@ class RequestRows:
         self._free.append(row)
 
     def pages_of(self, row: int) -> list[int]:
-        """Of its tenant."""
+        """The pages of the row's tenant."""
         pages: list[int] = self.pages[row, : self.capacity[row] // self._page_size].tolist()
         return pages
 
     def restore(self, tenants: Sequence[Request]) -> None:
-        """Make the books anew, whatever state they are in: these have the rows that they have, all other rows
-        are free, and what steps in flight still compute for them is dropped."""
+        """Rebuild the books, whatever state they are in: these requests keep their rows, all other rows are
+        free, and results that steps in flight still compute for those are dropped."""
         by_row = {request.row: request for request in tenants}
         for row in range(1, len(self.requests)):
             self.requests[row] = by_row.get(row)
@@ -352,7 +352,7 @@ class RequestRows:
         self._free = [row for row in range(len(self.requests) - 1, 0, -1) if row not in by_row]
 
     def num_adapters(self, rows: IntArray) -> int:
-        """How many different adapters the tenants of these rows have."""
+        """The number of different adapters of the tenants of these rows."""
         if not self.num_adapted:
             return 0
         slots = self.adapter_slots[rows]
@@ -363,8 +363,8 @@ class RequestRows:
         self.num_committed_pages[row] = _NEVER
 
     def append(self, rows: IntArray, lengths: IntArray, tokens: IntArray) -> tuple[list[int], list[int]]:
-        """Add a token to each of these rows of these lengths; which of them end, and which of these by a stop
-        token."""
+        """Add a token to each of these rows, which have these lengths. Returns the places that end, and those
+        of them that end by a stop token."""
         self.token_ids[rows, lengths] = tokens
         grown = lengths + 1
         self.num_tokens[rows] = grown
@@ -387,9 +387,9 @@ class RequestRows:
     def append_bunch(
         self, rows: IntArray, lengths: IntArray, tokens: IntArray, counts: IntArray
     ) -> list[tuple[IntArray, list[int], list[int]]]:
-        """Add the first `counts` [n] of tokens [q, n] to these rows of these lengths, as far as none of them
-        ends its request. One after another: who gets a token; which of them end, and which of these by a stop
-        token, as places in `rows`."""
+        """Add the first `counts` [n] of tokens [q, n] to these rows of these lengths, each until its request
+        ends. For each token in turn: who gets one, who ends, and who of these by a stop token, as places in
+        `rows`."""
         rounds: list[tuple[IntArray, list[int], list[int]]] = []
         left = counts.copy()
         for at, line in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""What drafts brought one request: `RequestOutput.metrics.speculative_decoding`."""
+"""The drafts of one request: `RequestOutput.metrics.speculative_decoding`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RequestDrafts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that such a step brought on average."""
+        """Tokens that such a step produced on average."""
         return 1 + self.num_accepted_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
 
     @property
@@ -47,11 +47,11 @@ class RequestDrafts:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """A step verified so many, and accepted so many."""
+        """Count a step that verified and accepted this many."""
         self.per_step_drafted.append(num_drafts)
         self.per_step_accepted.append(num_accepted)
 
     def join(self, other: RequestDrafts) -> None:
-        """Count what drafts brought another completion of the same request."""
+        """Add the counts of another completion of the same request."""
         self.per_step_drafted += other.per_step_drafted
         self.per_step_accepted += other.per_step_accepted

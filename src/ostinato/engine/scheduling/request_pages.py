@@ -1,17 +1,18 @@
 """The pages of running requests: taken, shared by prefix, committed when full, given back.
 
-What a request has is in two places: its row of `RequestRows` (its pages, and the tokens that they can hold),
-and the page table on the device. The first changes here at once; what the device has to be told is collected
+A request's pages are recorded in two places: its row of `RequestRows` (its pages, and the tokens that they
+can hold), and the page table on the device. The former changes at once; changes for the device are collected
 for the next step.
 
 Note [Windows]
-Where every layer of a model looks back on so many tokens only (`SchedulerConfig.window`), pages before all
-windows are never read again. A request gives them back while it runs: in their place its row and the page
-table have page 0. Steps under way may still read them, as in Note [One step ahead]. With prefix caching a
-page is committed first, and the last one committed stays, for the next is entered behind it. Kernels read
-keys in blocks, so what is given back ends at a multiple of `WINDOW_ALIGNMENT`: page 0 is never read instead.
+If every layer of a model looks back on a limited number of tokens (`SchedulerConfig.window`), pages before
+all windows are never read again. A request gives them back while it runs: its row and the page table then
+have page 0 in their place. Steps under way may still read them, as in Note [One step ahead]. With prefix
+caching a page is committed first, and the last committed one stays, because the next is entered after it.
+Kernels read keys in blocks, so the pages given back end at a multiple of `WINDOW_ALIGNMENT`: page 0 is never
+read instead.
 
-Where one layer sees everything, all pages stay.
+If one layer sees everything, all pages stay.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ _NO_PAGES = np.array([], dtype=np.intp)
 
 
 class RequestPages:
-    """Who has which pages."""
+    """Which request has which pages."""
 
     def __init__(self, pages: PageAllocator, rows: RequestRows, config: SchedulerConfig) -> None:
-        """Take pages from this allocator, which nobody else may use."""
+        """Take pages from this allocator, which nothing else may use."""
         self._pages, self._rows, self._prefix_caching = pages, rows, config.prefix_caching
         self._window, self._max_drafts = config.window, config.max_drafts
         self._most_at_once = most_pages_at_once(config, pages)
         self._updates: list[PageUpdate] = []
         self.num_twins = 0
-        """Pages exchanged for equal ones of others: only then do running requests come to share more."""
+        """Pages exchanged for equal ones of others: only then can running requests come to share more."""
 
     def missing(self, request: Request, num_tokens: int) -> int:
-        """Pages that the request needs besides its own to hold so many tokens."""
+        """Pages that the request needs besides its own to hold this many tokens."""
         return self._pages.pages_for(num_tokens) - self._count(request.row)
 
     def missing_at_once(self, request: Request, num_tokens: int) -> int:
@@ -56,7 +57,7 @@ class RequestPages:
         return missing if self._most_at_once is None else min(missing, self._most_at_once)
 
     def cached_prefix(self, request: Request) -> IntArray:
-        """Full pages that hold the first tokens of the request already."""
+        """Full pages that already hold the first tokens of the request."""
         if not self._prefix_caching or _needs_all(request):
             return _NO_PAGES
         tokens, output = request.prompt_ids, request.output_ids
@@ -69,7 +70,7 @@ class RequestPages:
         return prefix
 
     def start(self, request: Request, prefix: IntArray, count: int) -> None:
-        """Give a request that has moved in a cached prefix, and room for `count` tokens behind it."""
+        """Give a request that has moved in a cached prefix, and room for `count` tokens after it."""
         rows, row = self._rows, request.row
         cached = len(prefix) * self._pages.page_size
         self._pages.share(prefix, request.num_tokens)
@@ -80,17 +81,17 @@ class RequestPages:
         rows.num_computed[row] = rows.num_scheduled[row] = cached
         rows.num_committed_pages[row] = len(prefix)
         if self._window is not None:
-            rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # page 0 stands for those
+            rows.num_given_back[row] = len(prefix) - np.count_nonzero(prefix)  # counted as page 0
         if not self._prefix_caching:
             rows.never_commit(row)
 
     def take(self, request: Request, count: int) -> None:
-        """Give the request so many free pages."""
+        """Give the request this many free pages."""
         self._extend(request, np.array(self._pages.allocate(count), dtype=np.intp))
 
     def grow(self, requests: Sequence[Request], num_running: int) -> None:
-        """Give each of these a page at least; there must be as many free."""
-        # As long as there is plenty, several at a time: each change costs an upload.
+        """Give each of these at least a page; as many must be free."""
+        # If there are plenty, give several at a time: each change costs an upload.
         counts = [1] * len(requests)
         if self._pages.num_free > _PLENTY * num_running:
             ends = [int(self._rows.max_tokens[request.row]) + self._max_drafts for request in requests]
@@ -102,15 +103,15 @@ class RequestPages:
             self._extend(request, taken[end - count : end])
 
     def commit_full_of(self, row: int, computed: int) -> bool:
-        """Offer pages of this row that have become full as prefixes. Whether one came free, for its like was
-        there."""
+        """Offer pages of this row that have become full as prefixes. True if a page became free because an
+        equal one was there."""
         if not self._prefix_caching:
             return False
         is_behind = computed // self._pages.page_size > self._rows.num_committed_pages.item(row)
         return is_behind and self._commit(row)
 
     def commit_full(self, rows: IntArray, computed: IntArray) -> bool:
-        """The same for several."""
+        """The same for several rows."""
         if not self._prefix_caching:
             return False
         full = computed // self._pages.page_size
@@ -127,11 +128,11 @@ class RequestPages:
         self._rows.capacity[row] = 0
 
     def give_back(self, requests: Sequence[Request]) -> bool:
-        """Take from these the pages that no token to come can see. Whether there were any."""
+        """Take from these the pages that no future token can see. True if there were any."""
         if self._window is None or not requests:
             return False
         rows = np.array([request.row for request in requests], dtype=np.intp)
-        # Of drafts nobody knows how many will be accepted.
+        # With drafts it is unknown how many will be accepted.
         begun = self._rows.num_computed if self._max_drafts else self._rows.num_scheduled
         needed = self._first_needed(begun[rows])
         ends = np.minimum(needed, self._rows.num_committed_pages[rows] - 1)
@@ -146,16 +147,16 @@ class RequestPages:
         return bool(ready)
 
     def _first_needed(self, positions: IntArray) -> IntArray:
-        """The first page that tokens at these positions or behind can see."""
+        """The first page that tokens at or after these positions can see."""
         assert self._window is not None
         first = np.maximum(0, positions - self._window + 1)
         return first // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT // self._pages.page_size
 
     def shared_prefix(self, requests: Sequence[Request]) -> int:
-        """So many tokens all of these begin with, in the same pages. O(R log pages).
+        """How many tokens all of these begin with, in the same pages. O(R log pages).
 
-        Whoever shares a page shares all before it (Note [Exact prefixes] in cache/pages.py), so the end is
-        found by bisection. Shared pages are full and computed: the next token of each stands behind them.
+        Requests that share a page share all before it (Note [Exact prefixes] in cache/pages.py), so the end
+        is found by bisection. Shared pages are full and computed: each request's next token comes after them.
         """
         if len(requests) < 2 or self._window is not None:
             return 0
@@ -168,21 +169,21 @@ class RequestPages:
         return bisect_left(range(num_pages), True, key=is_own) * self._pages.page_size
 
     def take_updates(self) -> tuple[PageUpdate, ...]:
-        """What has changed since the last call."""
+        """The changes since the last call."""
         updates = tuple(self._updates)
         self._updates.clear()
         return updates
 
     def put_back_updates(self, updates: Sequence[PageUpdate]) -> None:
-        """These were taken, and the step that was to apply them may not have done so: they are due again."""
+        """These were taken, but the step that should apply them may not have done so: they are due again."""
         self._updates[:0] = updates
 
     def _count(self, row: int) -> int:
-        """Pages of a row's tenant, those given back included."""
+        """Pages of a row's tenant, including those given back."""
         return int(self._rows.capacity[row]) // self._pages.page_size
 
     def restore(self, running: Sequence[Request]) -> None:
-        """Make the books anew from the rows of these, whatever state they are in; the device is told all."""
+        """Rebuild the books from these requests' rows, whatever their state; resend all to the device."""
         self._pages.restore([[page for page in request.pages if page] for request in running])
         for request in running:
             self._rows.never_commit(request.row)
@@ -212,7 +213,7 @@ class RequestPages:
         num_twins = 0
         if committed != own:
             num_twins = sum(page != other for page, other in zip(committed, own, strict=True))
-            # Steps in flight still read the pages given up: they hold the same.
+            # Steps in flight still read the exchanged pages: their contents are the same.
             pages[first : first + num_twins] = committed[:num_twins]
             self._updates.append(PageUpdate(row, first, np.array(committed[:num_twins])))
             self.num_twins += num_twins
@@ -232,18 +233,18 @@ def _salt(request: Request) -> bytes:
 
 
 def most_pages_at_once(config: SchedulerConfig, pages: PageAllocator) -> int | None:
-    """More a request does not need to go on, however long it is; None: as many as it is long."""
+    """An upper bound on the pages that a request of any length needs to continue; None: there is none."""
     if config.window is None:
         return None
-    # A window, begun at a multiple; what one step adds, or with drafts all that are in flight; and the pages
-    # at either end that these only touch.
+    # A window that begins at a multiple; what one step adds, or with drafts all steps in flight; and the
+    # pages at both ends that these only touch.
     num_steps = 1 + config.lookahead if config.max_drafts else 1
     added = num_steps * (config.max_batched_tokens + config.max_drafts)
     return pages.pages_for(config.window + WINDOW_ALIGNMENT + added) + 3
 
 
 def longest_request(config: SchedulerConfig, pages: PageAllocator) -> int:
-    """The most tokens that a request can have: max_model_len, or less where the KV cache is smaller."""
+    """The most tokens that a request can have: max_model_len, or less if the KV cache is smaller."""
     most = most_pages_at_once(config, pages)
     if most is not None and most <= pages.num_usable:
         return config.max_model_len

@@ -1,4 +1,4 @@
-"""Requests in an order, of which any may leave: a client that goes is no matter of how many wait."""
+"""An ordered queue from which any request may leave at a cost that does not depend on its length."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from .request import Request
 
 
 class RequestQueue(OrderedDict[Request, None]):
-    """As a deque of requests, each of them once; where in it one stands costs nothing to find."""
+    """Like a deque of requests, each at most once; finding one costs nothing."""
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         super().__init__((request, None) for request in requests)
 
     @property
     def first(self) -> Request | None:
-        """Who leaves next; None if nobody is there."""
+        """The next to leave; None if the queue is empty."""
         return next(iter(self), None)
 
     def append(self, request: Request) -> None:
-        """Behind all others."""
+        """Add it after all others."""
         self[request] = None
 
     def appendleft(self, request: Request) -> None:
-        """Before all others."""
+        """Add it before all others."""
         self[request] = None
         self.move_to_end(request, last=False)
 
@@ -33,5 +33,5 @@ class RequestQueue(OrderedDict[Request, None]):
         return self.popitem(last=False)[0]
 
     def remove(self, request: Request) -> None:
-        """Take it out, wherever it stands."""
+        """Take it out, wherever it is."""
         del self[request]

@@ -1,4 +1,5 @@
-"""The requests with a row, and what the next step finds them at: a prompt, decoding, or their last token."""
+"""The requests with a row, by what their next step does: a part of a prompt, decoding, or their last
+token."""
 
 from __future__ import annotations
 
@@ -19,22 +20,22 @@ _NO_ROWS = np.array([], dtype=np.int32)
 
 
 class RunningRequests:
-    """Of one scheduler. A prompt that is computed in part is the youngest's."""
+    """The running requests of one scheduler. Only the youngest may have a partly computed prompt."""
 
     def __init__(self, config: SchedulerConfig, pages: PageAllocator, waiting: WaitingRequests) -> None:
         self.max_len = longest_request(config, pages)
-        """The longest a request can get."""
+        """The most tokens a request can have."""
         self.rows = RequestRows(config.max_running, self.max_len, pages.page_size, config.max_drafts)
         self.taken = RequestPages(pages, self.rows, config)
         """Their pages."""
         self.requests: list[Request] = []
         """Oldest first."""
         self.prefilling: Request | None = None
-        """The youngest, if its prompt is computed in part."""
+        """The youngest, if its prompt is partly computed."""
         self.decoding: list[Request] = []
         """Those whose prompts are computed, oldest first."""
         self.batch: DecodeBatch | None = None
-        """The same, as a step takes them; None: to be made anew."""
+        """The same, as a step takes them; None: must be rebuilt."""
         self.joined: list[Request] = []
         """Those that got a row since the last step."""
         self._config, self._pages, self._waiting = config, pages, waiting
@@ -42,7 +43,7 @@ class RunningRequests:
     # -- coming and going --------------------------------------------------------------------------
 
     def move_in(self, request: Request, prefix: IntArray, count: int) -> None:
-        """Give a request a row, a cached prefix, and pages for `count` tokens behind it."""
+        """Give a request a row, a cached prefix, and pages for `count` tokens after it."""
         if request.num_preemptions == 0:
             request.num_cached_tokens = len(prefix) * self._pages.page_size
         self.rows.move_in(request, self._end_length(request), self._waiting.line.move_in(request))
@@ -65,7 +66,7 @@ class RunningRequests:
         self._waiting.head_is_blocked = False
 
     def give_back_pages(self) -> None:
-        """Those that no token to come can see."""
+        """Give back pages that no future token can see."""
         if self.taken.give_back(self.requests):
             self._waiting.head_is_blocked = False
 
@@ -75,7 +76,7 @@ class RunningRequests:
             self._waiting.head_is_blocked = False
 
     def commit_full(self, rows: IntArray, computed: IntArray) -> None:
-        """The same for several."""
+        """The same for several rows."""
         if self.taken.commit_full(rows, computed):
             self._waiting.head_is_blocked = False
 
@@ -99,7 +100,7 @@ class RunningRequests:
         return tuple(requests[at] for at in np.flatnonzero(ready).tolist()), rows[ready]
 
     def has_streams(self, num_in_flight: int) -> bool:
-        """Whether somebody who decodes needs more tokens than are surely under way."""
+        """Whether any decoding request needs more tokens than are certainly under way."""
         if self.batch is None:
             return False
         rows = self.batch.rows
@@ -107,7 +108,7 @@ class RunningRequests:
         return bool((known < self.rows.max_tokens[rows]).any())
 
     def shared_prefix(self) -> int:
-        """What the decode batch has in common; looked up when the batch has changed, or one of its pages."""
+        """The decode batch's common prefix; looked up again if the batch or one of its pages has changed."""
         batch = self.batch
         if batch is None:
             return 0
@@ -133,7 +134,7 @@ class RunningRequests:
         self.joined.clear()
 
     def look_ahead(self, step: ScheduledStep) -> None:
-        """See how many steps like this one follow it."""
+        """Compute how many steps like this one follow it."""
         if self.batch is not None and step.requests is self.batch.requests:
             self.batch.look_ahead(step.num_drafts)
         elif self.batch is not None:
@@ -142,7 +143,7 @@ class RunningRequests:
     # -- the books ---------------------------------------------------------------------------------
 
     def drop_finished(self) -> None:
-        """Make the books anew, whatever state they are in, for those that have not ended."""
+        """Rebuild the books, whatever state they are in, for requests that have not ended."""
         self.requests = [request for request in self.requests if not request.is_finished]
         self.rows.restore(self.requests)
         self._waiting.line.restore(self.rows.adapter_slots.tolist())
@@ -154,7 +155,7 @@ class RunningRequests:
         self.taken.restore(self.requests)
 
     def check_integrity(self) -> None:
-        """Raise if pages or rows are not as they must be."""
+        """Assert that pages and rows are consistent."""
         owned = [[page for page in request.pages if page] for request in self.requests]
         self._pages.check_integrity(owned, chains_are_whole=self._config.window is None)
         tenants = [request for request in self.rows.requests if request is not None]
@@ -163,7 +164,7 @@ class RunningRequests:
         assert all(self.rows.requests[request.row] is request for request in self.requests)
         self._waiting.line.check_integrity(self.rows.adapter_slots.tolist())
         decoding = [request.order for request in self.decoding]
-        assert decoding == sorted(decoding), "those that decode are in order"
+        assert decoding == sorted(decoding), "decoding requests are in order"
         assert self.prefilling is None or self.prefilling is self.requests[-1], "the youngest prefills"
         for request in self.requests:
             assert request.num_scheduled <= len(request.pages) * self._pages.page_size

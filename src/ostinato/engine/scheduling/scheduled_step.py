@@ -1,4 +1,4 @@
-"""One step as the scheduler decides it and as it comes back, for scheduler, runner and sampler."""
+"""One step as the scheduler decides it and as it comes back; for scheduler, runner and sampler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from .request import IntArray, Request
 
 PLACEHOLDER = -1
-"""Stands for a token id that only the device knows yet."""
+"""Stands for a token id that only the device knows so far."""
 
 
 class PageUpdate(NamedTuple):
@@ -25,9 +25,9 @@ class PageUpdate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """One step: R requests, those that decode first, with their tokens flattened in this order.
+    """One step: R requests, decoding ones first, with their tokens flattened in this order.
 
-    Everything in it is as of its scheduling; requests may have moved on by the time it is complete.
+    Everything in it is as of its scheduling; requests may have advanced by the time it is complete.
     """
 
     index: int
@@ -51,11 +51,11 @@ class ScheduledStep:
     tenancies: IntArray
     """int64 [R]: the tenancy of each row, see RequestRows."""
     shared_prefix: int = 0
-    """So many tokens all requests of a decode step begin with, in the same pages; 0 if nobody asks."""
+    """Tokens that all requests of a decode step begin with, in the same pages; 0 if not looked up."""
     num_adapters: int = 0
-    """Different adapters that its requests have."""
+    """Different adapters of its requests."""
     num_drafts: int = 0
-    """Drafts that are verified behind each request's last token; 0 where a prompt is computed."""
+    """Drafts verified after each request's last token; 0 if a prompt is computed."""
 
     @property
     def items(self) -> list[tuple[Request, int]]:
@@ -69,7 +69,7 @@ class ScheduledStep:
 
     @property
     def is_uniform_decode(self) -> bool:
-        """Every request goes on from the token it sampled last: all that the step needs is on the device."""
+        """Every request continues from its last sampled token: all that the step needs is on the device."""
         return not self.prompt_tokens
 
     @property
@@ -80,8 +80,8 @@ class ScheduledStep:
 
     @property
     def input_ids(self) -> IntArray:
-        """int64 [T]: the tokens; PLACEHOLDER where the device has to take the last token of the row, and
-        PLACEHOLDER - i for its draft i, from 1 on."""
+        """int64 [T]: the tokens; PLACEHOLDER where the device must take the row's last token, and for its
+        draft i, counted from 1, PLACEHOLDER - i."""
         num_decodes = self.num_requests - len(self.prompt_tokens)
         if self.num_requests == len(self.prompt_tokens) == 1:
             return self.prompt_tokens[0].astype(np.int64)
@@ -97,12 +97,12 @@ class ScheduledStep:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the device needs nothing from the host: all decode, nobody joined, no new page."""
+        """Whether the device needs nothing from the host: all decode, no request joined, no new page."""
         return self.is_uniform_decode and not self.joined and not self.page_updates
 
     @property
     def wants_states(self) -> bool:
-        """Whether somebody asks for the hidden states of all of a prompt's tokens."""
+        """Whether a request needs the hidden states of all of a prompt's tokens."""
         prompts = self.requests[self.num_requests - len(self.prompt_tokens) :]
         return any(each.params is None or each.params.prompt_logprobs is not None for each in prompts)
 
@@ -135,19 +135,19 @@ class ScheduledStep:
 
 
 class FurtherTokens(NamedTuple):
-    """One more token of some requests of a step that has verified drafts."""
+    """One more token of some requests of a step that verified drafts."""
 
     tokens: IntArray
     """[R]"""
     accepted: IntArray
-    """bool [R]: who has got one."""
+    """bool [R]: which requests got one."""
     finished: tuple[Request, ...]
     """Requests that ended with it."""
 
 
 @dataclass(frozen=True, eq=False)
 class CompletedStep:
-    """What came of a step."""
+    """The results of a step."""
 
     step: ScheduledStep
     tokens: IntArray
@@ -157,7 +157,7 @@ class CompletedStep:
     finished: tuple[Request, ...]
     """Requests that ended with these tokens."""
     further: tuple[FurtherTokens, ...] = ()
-    """What came behind them where drafts were accepted, one after another."""
+    """The tokens after these if drafts were accepted, one after another."""
 
     def new_tokens(self) -> Iterator[tuple[Request, int]]:
         """Each request that got a token, with the token, in order. O(R)."""

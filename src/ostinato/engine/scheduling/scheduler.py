@@ -1,14 +1,14 @@
 """Decides what each step computes: continuous batching over paged memory, one step ahead of the device.
 
-The parts, each with its own books, and this file as the order in which they are asked:
+The parts, each with its own books; this file calls them in order:
 
-    waiting_requests  those without a row, and why        admission   prompts: who comes in, how much of whom
-    running_requests  those with a row                    preemption  pages for decodes, if need be of others
-    step_maker        what a step is, in arrays           landing     steps in flight, and what they bring
+    waiting_requests  requests without a row, and why    admission   prompts: who enters, and how much
+    running_requests  requests with a row                preemption  pages for decodes, taken if necessary
+    step_maker        steps as arrays                    landing     steps in flight, and their results
 
 Note [One step ahead]
-`schedule` may be called again before the earlier step is complete (`lookahead` steps at most). All it
-needs to know of an unfinished step is how many tokens it computes and samples, which is known:
+`schedule` may be called again before the previous step is complete (at most `lookahead` steps). All it needs
+to know of an unfinished step is how many tokens it computes and samples, which is known:
 
     schedule N     request decodes at position 40, its input is token 40, its output token 41 is pending
     schedule N+1   request decodes at position 41; the device finds token 41 in the request's row
@@ -16,34 +16,34 @@ needs to know of an unfinished step is how many tokens it computes and samples, 
     schedule N+2   ...
     complete N+1   token 42 arrives; if the request finished at N, it is dropped
 
-A step that verifies drafts brings a request one token at least and as many more as were accepted. That is not
-known when the next step is scheduled, so both are given room for all of them (`num_scheduled`), positions
-come from the device, and what was too much is taken back when the step is complete:
+A step that verifies drafts gives a request at least one token and as many more as were accepted. That number
+is not known when the next step is scheduled, so both steps are given room for all of them (`num_scheduled`),
+positions come from the device, and the excess is taken back when the step is complete:
 
     schedule N     positions 40 to 44: the token at 40 and 4 drafts
-    schedule N+1   positions 45 to 49 at most; they begin behind what N accepts, which the device knows
+    schedule N+1   positions 45 to 49 at most; they begin after what N accepts, which the device knows
     complete N     two drafts were accepted, tokens 41 to 43 arrive: N+1 has positions 43 to 47
 
 A request leaves (finish, abort, preemption) at once, with its row and its pages, though steps in flight
-still read and write them. That is sound, because steps run in the order in which they were scheduled:
-whoever gets a page or a row next does so in a later step, and writes a slot before it reads it. Committed
-pages are full, so no step in flight writes to them. Results for a row that changed hands are dropped
-(`RequestRows.tenancy`). A preempted request therefore samples its pending token again: the draw depends
-on seed and position only.
+still read and write them. That is sound, because steps run in the order in which they were scheduled: the
+next owner of a page or a row uses it in a later step, and writes a slot before it reads it. Committed pages
+are full, so no step in flight writes to them. Results for a row that changed hands are dropped
+(`RequestRows.tenancy`). A preempted request therefore samples its pending token again: the draw depends only
+on seed and position.
 
 Note [Fair order]
-First come, first served, by the order of `add`. Only the first waiting request is ever admitted, and the
-victim of a preemption is the youngest running one and goes to the head of the queue. Hence every running
-request is older than every waiting one. Prompts take what the decodes leave of a step, one after the other,
-so at most one running request has its prompt computed in part, and it is the youngest.
+First come, first served, in the order of `add`. Only the first waiting request is ever admitted, and the
+victim of a preemption is the youngest running request, which goes to the head of the queue. Hence every
+running request is older than every waiting one. Prompts take what the decodes leave of a step, one after the
+other, so at most one running request has its prompt partly computed, and it is the youngest.
 
-The oldest of all advances in every step: if it computes its prompt, for then it runs alone and has all pages;
-if it decodes, for every step takes all decodes along and nobody takes its pages. So it ends, another is the
-oldest, and nobody starves.
+The oldest of all advances in every step: while its prompt is computed, because it then runs alone and has all
+pages; while it decodes, because every step includes all decodes and nobody takes its pages. So it ends,
+another becomes the oldest, and nobody starves.
 
-Sleep and flushes take the pages of all. Where they come faster than a prompt is computed, and it is computed
-again each time, nobody gets anywhere: so they wait until whoever was the oldest the last time has got a token
-or ended (`owes_progress`), where steps go on while somebody waits.
+Sleep and flushes take the pages of all requests. If they come faster than a prompt is computed, which then
+starts over each time, nobody makes progress. So while steps continue and someone waits, they wait until the
+request that was the oldest the last time has got a token or ended (`owes_progress`).
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Scheduler:
         choose_drafts: Callable[[IntArray], int] | None = None,
         prompt_bound: PromptBound | None = None,
     ) -> None:
-        """Schedule over these pages, and slots of adapters, which nobody else may use.
+        """Schedule over these pages and adapter slots, which nothing else may use.
 
-        `choose_drafts`: how many drafts, at most `max_drafts`, a step of all that decode, in these rows, is
-        to verify for each of them. `prompt_bound`: how much of prompts a step takes beside streams.
+        `choose_drafts`: how many drafts, at most `max_drafts`, a step of all decoding requests, in these
+        rows, should verify for each. `prompt_bound`: how many prompt tokens a step takes next to streams.
         """
         self.config = config
         self.pages = pages
@@ -97,15 +97,15 @@ class Scheduler:
         self._landing = Landing(self._running, self.finish)
         self._steps = StepMaker(self._running.rows, config.max_running)
         self.max_len = self._running.max_len
-        """The longest a request can get: max_model_len, or less where the KV cache is smaller."""
+        """The most tokens a request can have: max_model_len, or less if the KV cache is smaller."""
         self.rows = self._running.rows
         self.left_grammars: list[FollowedText] = []
-        """Of requests that have ended; whoever looks after grammars takes them from here."""
+        """Grammars of requests that have ended; the owner of grammars takes them from here."""
         self._unfinished: dict[str, Request] = {}
         self._choose_drafts = choose_drafts
         self._is_paused = False
         self._taken_from: tuple[Request, int] | None = None
-        """The oldest request and its length when all lost their pages last."""
+        """The oldest request and its length when all last lost their pages."""
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Scheduler:
 
     @property
     def parked(self) -> dict[Request, None]:
-        """Requests that can neither run nor wait for their turn: what may come next is not known yet."""
+        """Requests that can neither run nor wait for their turn: their next tokens are not known yet."""
         return self._waiting.parked
 
     @property
@@ -131,7 +131,7 @@ class Scheduler:
 
     @property
     def arrivals(self) -> Drain:
-        """Who came before a drain and who is held until its end; requests that come later announce here."""
+        """The current drain: which requests are late, which are held; later ones are announced here."""
         return self._waiting.arrivals
 
     @property
@@ -141,12 +141,12 @@ class Scheduler:
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
-        """All requests, wherever they are, in the order in which they came."""
+        """All requests, wherever they are, in order of arrival."""
         return tuple(self._unfinished.values())
 
     @property
     def has_more_than_held(self) -> bool:
-        """Whether a step could do something, were it not for a pause."""
+        """Whether a step could do something if there were no pause."""
         return len(self._unfinished) > len(self.arrivals.held) or bool(self._landing.in_flight)
 
     @property
@@ -166,12 +166,12 @@ class Scheduler:
 
     @property
     def in_flight(self) -> tuple[ScheduledStep, ...]:
-        """These steps, the oldest first."""
+        """These steps, oldest first."""
         return tuple(self._landing.in_flight)
 
     @property
     def owes_progress(self) -> bool:
-        """Whether the oldest request has got nothing since all lost their pages: see Note [Fair order]."""
+        """Whether the oldest request has made no progress since all lost their pages; Note [Fair order]."""
         oldest = self.running[0] if self.running else self.waiting.first
         return oldest is not None and (oldest, oldest.num_tokens) == self._taken_from
 
@@ -183,17 +183,17 @@ class Scheduler:
         return self._is_paused
 
     def pause(self) -> None:
-        """Schedule nothing more until `resume`; steps in flight still complete, requests keep their pages."""
+        """Schedule nothing until `resume`; steps in flight still complete, requests keep their pages."""
         self._waiting.end_drain(self.unfinished)
         self._is_paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`, every request where it was."""
+        """Continue after `pause`, every request where it was."""
         self._waiting.end_drain(self.unfinished)
         self._is_paused = False
 
     def drain(self) -> None:
-        """Serve those that are there to their end, also if they were paused; whoever comes from now on is
+        """Serve present requests to their end, even if they were paused; requests that arrive from now on are
         held until `pause` or `resume`."""
         self.arrivals.begin()
         self._is_paused = False
@@ -205,13 +205,13 @@ class Scheduler:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all have ended that were there before `drain`."""
+        """Whether all requests that were there before `drain` have ended."""
         return self.arrivals.is_over(self._unfinished.values())
 
     # -- requests that come and go -----------------------------------------------------------------
 
     def add(self, request: Request, *, parked: bool = False) -> None:
-        """Queue a request, or park it until `release`; RequestError if it could never run."""
+        """Queue a request, or park it until `release`. Raises RequestError if it could never run."""
         if request.request_id in self._unfinished:
             raise RequestError(f"request {request.request_id} is being served already: choose another id")
         self._admission.check_fits(request)
@@ -225,16 +225,16 @@ class Scheduler:
             self._waiting.queue(request)
 
     def park(self, request: Request) -> None:
-        """Take row and pages from a running request until `release`; it is computed again then."""
+        """Take row and pages from a running request until `release`; it is then computed again."""
         take_row(request, self._running)
         self._waiting.parked[request] = None
 
     def release(self, request: Request) -> None:
-        """A parked request can run: whoever has run before goes first, of all that wait."""
+        """A parked request can run: if it has run before, it goes before all that wait."""
         self._waiting.release(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, wherever it is. False if it is unknown or finished already."""
+        """End a request now, wherever it is. False if it is unknown or already finished."""
         request = self._unfinished.get(request_id)
         if request is None:
             return False
@@ -255,8 +255,8 @@ class Scheduler:
         error: str | None = None,
         is_at_fault: bool = False,
     ) -> None:
-        """End an unfinished request now; what steps in flight still compute for it is dropped."""
-        assert not request.is_finished, f"request {request.request_id} is finished already"
+        """End an unfinished request now; results that steps in flight still compute for it are dropped."""
+        assert not request.is_finished, f"request {request.request_id} is already finished"
         if request.status is RequestStatus.RUNNING:
             self._running.move_out(request)
         else:
@@ -274,7 +274,7 @@ class Scheduler:
         """Forget all cached prefixes (the weights have changed).
 
         Running requests keep their pages, unless `computes_again`: then they give them back and are computed
-        again from their first token on.
+        again from their first token.
         """
         if computes_again and self.running:
             self._taken_from = self.running[0], self.running[0].num_tokens
@@ -287,7 +287,7 @@ class Scheduler:
     # -- steps -------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, to be launched behind all earlier ones; None if there is nothing to run now."""
+        """The next step, to be launched after all earlier ones; None if there is nothing to run now."""
         in_flight = self._landing.in_flight
         assert len(in_flight) <= self.config.lookahead, "complete a step before scheduling another"
         if self._is_paused:
@@ -306,13 +306,13 @@ class Scheduler:
         requests, rows = self._decodes(1 + num_drafts)
         chunks = self._admission.chunks(self._admission.room(rows, len(in_flight)))
         if may_prompt and not chunks and (num_drafts := self._num_drafts(rows)):
-            # Whoever waits has no room yet: a step like any other of those that decode.
+            # The waiting requests have no room yet: take an ordinary decode step.
             requests, rows = self._decodes(1 + num_drafts)
         if not chunks and not requests:
             return None
         joined, page_updates = tuple(running.joined), running.taken.take_updates()
         if chunks:
-            num_drafts = 0  # whoever was preempted may have come back at once
+            num_drafts = 0  # a preempted request may have returned at once
         shared = running.shared_prefix()
         step = self._steps.step(requests, rows, chunks, joined, page_updates, shared, num_drafts)
         running.advance(step, chunks)
@@ -321,8 +321,8 @@ class Scheduler:
         return step
 
     def _decodes(self, count: int) -> tuple[tuple[Request, ...], IntArray]:
-        """Who decodes in the next step, with room for so many tokens each; where there is none, it is taken
-        from the youngest."""
+        """The requests that decode in the next step, with room for `count` tokens each; if there is none, it
+        is taken from the youngest."""
         requests, rows = self._running.ready_decodes()
         if requests and self._preemption.grow(requests, rows, count):
             return self._running.ready_decodes()
@@ -335,7 +335,7 @@ class Scheduler:
         return self._choose_drafts(rows)
 
     def _steady_step(self, batch: DecodeBatch) -> ScheduledStep:
-        """What `schedule` would come to, known beforehand: see Note [Steady steps] in decode_batch."""
+        """What `schedule` would return, known beforehand: see Note [Steady steps] in decode_batch."""
         self._running.shared_prefix()
         step = self._steps.steady(batch, self._running.taken.take_updates())
         self._landing.in_flight.append(step)
@@ -347,9 +347,9 @@ class Scheduler:
         sampled_tokens: Sequence[int] | IntArray,
         num_new: Sequence[int] | IntArray | None = None,
     ) -> CompletedStep:
-        """Take in the results of the oldest step in flight: one token per request of the step.
+        """Process the results of the oldest step in flight: one token per request of the step.
 
-        Of one that has verified drafts [q, R] tokens, and how many of them are new for each request. Tokens
+        For a step that verified drafts: [q, R] tokens, and how many of them are new for each request. Tokens
         of requests that do not sample in this step, or have left since, are ignored.
         """
         tokens = np.asarray(sampled_tokens)
@@ -358,18 +358,19 @@ class Scheduler:
         return self._landing.complete(step, tokens)
 
     def fail(self, step: ScheduledStep, error: str) -> tuple[Request, ...]:
-        """Instead of `complete`: the step did not run, or who knows how far. Ends its requests with `error`
-        and returns them. Others may have got pages with it: they are told again."""
+        """Instead of `complete`: the step did not run, or ran to an unknown point. Ends its requests with
+        `error` and returns them. Pages that others got with it are sent to the device again."""
         return self._landing.fail(step, error)
 
     def give_up(self, step: ScheduledStep | None, error: str) -> tuple[Request, ...]:
-        """Where `complete` or `fail` of a step raised itself, at whatever line: end the step's requests with
-        `error`, make all books anew from what the others have, and return those that ended.
+        """Called if `complete` or `fail` of a step itself raised, anywhere: end the step's requests with
+        `error`, rebuild all books from what the others have, and return the requests that ended.
 
-        Without a step, for `schedule`: end all, and drop what is in flight. Cached prefixes are forgotten.
+        Without a step, if `schedule` raised: end all, and drop what is in flight. Cached prefixes are
+        forgotten.
         """
         ended = self.unfinished if step is None else self._landing.concerned_by(step)
-        # Nor does anybody know where those are to go on who were between two places.
+        # Requests that were between two places cannot be placed either.
         placed = {*self.running, *self._waiting.everyone, *ended}
         ended += tuple(request for request in self._unfinished.values() if request not in placed)
         for request in ended:
@@ -385,7 +386,7 @@ class Scheduler:
         return ended
 
     def _end_abruptly(self, request: Request, error: str) -> None:
-        """End a request and leave the books as they are."""
+        """End a request without updating the books."""
         if request.grammar is not None and request.grammar not in self.left_grammars:
             self.left_grammars.append(request.grammar)
         if request._rows is not None:
@@ -395,7 +396,7 @@ class Scheduler:
         request.stop_reason, request.error, request.is_at_fault = None, error, False
 
     def check_integrity(self) -> None:
-        """Raise if pages, rows or the order of requests are not as they must be. For tests and when idle."""
+        """Assert that pages, rows and the order of requests are consistent. For tests and when idle."""
         self._running.check_integrity()
         orders = [request.order for request in (*self.running, *self.waiting)]
         assert orders == sorted(set(orders)), "running requests come before waiting ones, each in order"

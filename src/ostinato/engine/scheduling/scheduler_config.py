@@ -21,14 +21,14 @@ class SchedulerConfig:
     prefix_caching: bool = True
     """Share pages between requests that begin with the same tokens."""
     shared_prefixes: bool = False
-    """Find out what all requests of a decode batch have in common."""
+    """Determine what all requests of a decode batch have in common."""
     lookahead: int = 1
     """Steps that may be incomplete when the next one is scheduled; 0 waits for every step."""
     window: int | None = None
-    """So many tokens, its own included, a token looks back on at most; None: on all before it."""
+    """How many tokens, its own included, a token looks back on at most; None: all before it."""
     max_drafts: int = 0
-    """Drafts that a step may verify behind the last token of each request. They are computed before anybody
-    knows whether the request is as long, so it has room for as many behind its last position."""
+    """Drafts that a step may verify after the last token of each request. They are computed before it is
+    known whether the request gets that long, so it has room for as many after its last position."""
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batched_tokens", "max_model_len"):
@@ -46,7 +46,7 @@ class SchedulerConfig:
         if not self.chunked_prefill and self.max_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"without chunked prefill max_batched_tokens ({self.max_batched_tokens}) must be at least "
-                f"max_model_len ({self.max_model_len}), for a prompt runs in one step"
+                f"max_model_len ({self.max_model_len}), because a prompt runs in one step"
             )
 
 

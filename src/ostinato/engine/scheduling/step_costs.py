@@ -1,19 +1,19 @@
-"""What steps cost, learned from those that were measured.
+"""The cost of steps, learned from measured ones.
 
 Note [Cost of a step]
 
     seconds = a + b * tokens + c * pairs + d * contexts
 
-Weights are read once (a), every token goes through all products (b), a token of a prompt looks at those
-before it (c, pairs of a query and a key), and a request that decodes reads all of its own (d). The four are
-fitted to averages over steps of about the same size, so that a thousand steps of one size count no more than
-a few of another; old averages fade. As long as steps have not shown it, a pair costs what its arithmetic says
-and contexts cost nothing.
+Weights are read once (a), every token goes through all products (b), a prompt's token attends to those before
+it (c, pairs of a query and a key), and a decoding request reads all of its context (d). The four are fitted
+to averages over steps of about the same size, so that a thousand steps of one size count no more than a few
+of another; old averages fade. Until steps show otherwise, a pair costs what its arithmetic says and contexts
+cost nothing.
 
-A size beyond all that were measured is taken to cost as much for each token as the largest one that was: more
-than it will, since weights are read once for all. So what is allowed grows step by step until it is known.
-Where what is wanted is no more than a step surely takes (`at_least`), the same goes below the smallest one,
-and longer contexts cost no more than the longest that were measured.
+A size beyond all measured ones is assumed to cost as much per token as the largest measured one: more than it
+will, since weights are read once for all. So the allowed size grows step by step until its cost is known. For
+a lower bound (`at_least`), the same goes below the smallest one, and longer contexts cost no more than the
+longest that were measured.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .request import IntArray
 MEMORY = 16.0
 """Steps that count in an average."""
 HALF_LIFE = 512.0
-"""Steps until an average counts half as much, if none of its size comes by..."""
+"""Steps until an average counts half as much, if none of its size occurs..."""
 LEAST_WEIGHT = 1 / 64
-"""...and what it counts at last: nothing else may be known of its size."""
+"""...and what it counts at the least: nothing else may be known of its size."""
 MOST_AVERAGES = 128
 EARLY, EVERY = 64, 8
-"""Behind the first steps the four are fitted anew after so many."""
+"""After the first steps the four are fitted again after this many."""
 _PRIOR_CONTEXT = 1024
-"""Of the step by which the price of a pair by arithmetic is judged."""
+"""The context of the step by which the arithmetic price of a pair is judged."""
 _PRIOR_WEIGHT = 0.02
-"""Of what is supposed, by what was measured."""
+"""Of assumptions, relative to measurements."""
 
 
 class StepSize(NamedTuple):
@@ -46,14 +46,14 @@ class StepSize(NamedTuple):
     tokens: int
     """As many as its graph has."""
     pairs: float
-    """Of a query of a prompt and a key that it looks at."""
+    """Of a prompt's query and a key that it attends to."""
     contexts: int
-    """Of the requests that decode, added up."""
+    """Of the decoding requests, summed up."""
 
 
 @dataclass
 class _Average:
-    """Of steps of about the same size."""
+    """An average over steps of about the same size."""
 
     seconds: float = 0.0
     size: tuple[float, ...] = (0.0, 0.0, 0.0)
@@ -62,8 +62,8 @@ class _Average:
 
     def add(self, size: StepSize, seconds: float, at: int) -> None:
         if self.count and seconds < self.seconds / 2:
-            self.count = 0  # those before were held up by something
-        # One that was held up itself counts as one that took twice as long.
+            self.count = 0  # earlier ones were delayed by something
+        # One that was delayed itself counts as at most twice the average.
         seconds = min(seconds, 2 * self.seconds) if self.count else seconds
         self.count += 1
         weight = min(self.count, MEMORY)
@@ -78,7 +78,7 @@ class StepCosts:
     """Seconds of steps by their size; see Note [Cost of a step]."""
 
     def __init__(self, tokens_per_pair: float) -> None:
-        """`tokens_per_pair`: what a pair costs by its arithmetic, in tokens."""
+        """`tokens_per_pair`: the arithmetic cost of a pair, in tokens."""
         self._tokens_per_pair = tokens_per_pair
         self._averages: dict[tuple[int, int, int], _Average] = {}
         self._num_noted = 0
@@ -92,13 +92,13 @@ class StepCosts:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Seconds for a step at all, for a token, for a pair and for a token of context."""
+        """Seconds per step, per token, per pair and per token of context."""
         if self._fitted is None:
             self._fitted = self._fit()
         return self._fitted
 
     def note(self, size: StepSize, seconds: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         self._num_noted += 1
         self._averages.setdefault(_kind(size), _Average()).add(size, seconds, self._num_noted)
         if len(self._averages) > MOST_AVERAGES:
@@ -118,7 +118,7 @@ class StepCosts:
         return found
 
     def at_least(self, tokens: int, contexts: int) -> float:
-        """What a decode step surely takes, if this is known; else less."""
+        """What a decode step certainly takes, if this is known; else less."""
         if not self.is_known:
             return 0.0
         each_step, each_token, _, each_context = self.coefficients
@@ -131,7 +131,7 @@ class StepCosts:
         sizes = np.array([[1.0, *each.size] for each in averages])
         ages = self._num_noted - np.array([each.newest for each in averages])
         counts = np.minimum([each.count for each in averages], MEMORY)
-        # Relative errors count: of a short step as much as of a long one.
+        # Relative errors count: a short step's as much as a long one's.
         weights = np.sqrt(counts * np.maximum(0.5 ** (ages / HALF_LIFE), LEAST_WEIGHT))
         rows = sizes * (weights / seconds)[:, None]
         largest = int(sizes[:, 1].argmax())
@@ -142,13 +142,13 @@ class StepCosts:
 
 
 def _kind(size: StepSize) -> tuple[int, int, int]:
-    """Of about the same size: the same rung, or decodes within a factor of two; contexts within four."""
+    """Equal for about the same size: the same rung, or decodes within factor two; contexts within four."""
     tokens = size.tokens if size.pairs else -size.tokens.bit_length()
     return tokens, int(size.pairs / size.tokens).bit_length(), size.contexts.bit_length() // 2
 
 
 def _not_negative(rows: IntArray, wanted: IntArray) -> tuple[float, ...]:
-    """The best coefficients of which none is below 0; where several are, the smallest."""
+    """The best coefficients without any below 0; if several fit, the smallest."""
     scale = np.abs(rows).max(0)
     scale[scale == 0] = 1.0
     scaled = rows / scale

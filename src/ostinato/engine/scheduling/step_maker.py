@@ -20,7 +20,7 @@ class StepMaker:
     def __init__(self, rows: RequestRows, max_running: int) -> None:
         self._state = rows
         self._num_steps = 0
-        # Every steady step is described by these, so nobody may write to them.
+        # Every steady step is described by these arrays, so they must never be written to.
         self._counts = {1: np.ones(max_running, dtype=np.int32)}
         self._max_running = max_running
         self._all_true = np.ones(max_running, dtype=bool)
@@ -35,8 +35,8 @@ class StepMaker:
         shared_prefix: int,
         num_drafts: int = 0,
     ) -> ScheduledStep:
-        """The requests in these rows decode, with so many drafts each; behind them so many tokens of each
-        prompt, if there are no drafts."""
+        """The requests in these rows decode, with this many drafts each; after them come the chunks of
+        prompts, if there are no drafts."""
         assert not (num_drafts and chunks)
         state = self._state
         prompt_tokens: tuple[IntArray, ...] = ()
@@ -70,8 +70,8 @@ class StepMaker:
     def _prompts(
         self, chunks: Sequence[tuple[Request, int]]
     ) -> tuple[tuple[IntArray, ...], tuple[IntArray, ...]]:
-        """Rows, starts, counts, samples and tenancies of so many tokens of each prompt, and these tokens.
-        Number by number: there is mostly one, and arrays of one take longer."""
+        """Rows, starts, counts, samples and tenancies of the chunks of prompts, and their tokens. Scalar by
+        scalar: there is usually one chunk, and arrays of one element take longer."""
         state, numbers, tokens = self._state, [], []
         for request, count in chunks:
             row = request.row

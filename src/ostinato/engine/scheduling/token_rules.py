@@ -1,8 +1,8 @@
-"""Which tokens a request may get by its own lists: allowed_token_ids, bad_words, no end before min_tokens.
+"""Which tokens a request's own lists allow: allowed_token_ids, bad_words, no end before min_tokens.
 
 What never changes is one mask, set when the request gets its row. A bad word of several tokens forbids its
-last one behind the others, so the host has to see every token first, as for a grammar: such a request waits
-(Note [Grammars] in core.py). Where there is a grammar too, both must allow a token.
+last one after the others, so the host has to see every token first, as for a grammar: such a request waits
+(Note [Grammars] in core.py). If there is a grammar too, both must allow a token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ostinato.text.grammar import Mask, mask_words
 from ..parameters.sampling_params import RequestError, SamplingParams
 
 NOTHING_LEFT = (
-    "the sampling parameters leave no token that may come: structured_outputs, allowed_token_ids, bad_words, "
-    "logits_processors and min_tokens exclude each other here"
+    "the sampling parameters leave no token that is allowed: structured_outputs, allowed_token_ids, "
+    "bad_words, logits_processors and min_tokens contradict each other here"
 )
 
 
@@ -31,9 +31,9 @@ def rules_of(
     has_grammar: bool,
     is_processed: bool = False,
 ) -> TokenRules | None:
-    """What the lists of a request say; None if it has none. RequestError if they allow nothing.
+    """The rules from a request's lists; None if it has none. Raises RequestError if they allow nothing.
 
-    `is_processed`: whether functions of callers change its logits.
+    `is_processed`: whether callers' functions change its logits.
     """
     words = params.bad_words or ()
     has_lists = params.allowed_token_ids is not None or bool(words)
@@ -42,35 +42,35 @@ def rules_of(
         return None
     for word in words:
         if isinstance(word, str):
-            raise RequestError("bad_words are texts, and this model has no tokenizer: give their token ids")
+            raise RequestError("bad_words as text need a tokenizer, and this model has none: give token ids")
     _check_known("bad_words", [token for word in words for token in word], vocab_size)  # type: ignore[misc]
     _check_known("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    # Where a grammar's text is complete, the end of a text ends it, ignored or not.
+    # When a grammar's text is complete, the end-of-sequence token ends it, ignored or not.
     ends = () if params.ignore_eos and not has_grammar else eos_token_ids
     return TokenRules(params, ends, vocab_size, is_processed)
 
 
 class TokenRules:
-    """Of one request."""
+    """The token rules of one request."""
 
     def __init__(
         self, params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int, is_processed: bool
     ) -> None:
-        """`eos_token_ids`: those that end it. RequestError if they leave nothing at the beginning."""
+        """`eos_token_ids`: those that end it. Raises RequestError if they leave nothing at the beginning."""
         words: list[list[int]] = [list(word) for word in params.bad_words or ()]  # type: ignore[arg-type]
         singles = [word[0] for word in words if len(word) == 1]
         base = _mask_of(params.allowed_token_ids, vocab_size)
         self.lasting = without(base, singles)
-        """What may come, whatever has come."""
+        """Tokens allowed regardless of earlier ones."""
         self._behind: defaultdict[int, list[list[int]]] = defaultdict(list)
-        """Words of several tokens, by the last one before their end."""
+        """Words of several tokens, by the token before their last."""
         for word in words:
             if len(word) > 1:
                 self._behind[word[-2]].append(word)
         self.num_looked_at = max((len(word) - 1 for word in words), default=0) or 1
-        """Of the tokens that came last."""
+        """How many of the latest tokens matter."""
         self.follows_tokens = bool(self._behind) or is_processed
-        """Whether what may come depends on the tokens before."""
+        """Whether the allowed tokens depend on earlier ones."""
         ends = {*eos_token_ids, *(params.stop_token_ids or ())} if params.min_tokens else set()
         self._ends = [token for token in ends if token < vocab_size]
         self._min_tokens = params.min_tokens
@@ -79,7 +79,7 @@ class TokenRules:
             raise RequestError(f"{at_fault}: {NOTHING_LEFT}")
 
     def next(self, last: Sequence[int], length: int = 0) -> Mask:
-        """What may come behind these last ones of `length` tokens."""
+        """The tokens allowed after these latest of `length` tokens."""
         forbidden = list(self._ends) if length < self._min_tokens else []
         for word in self._behind.get(last[-1], ()) if len(last) else ():
             before = len(word) - 1
@@ -89,7 +89,7 @@ class TokenRules:
 
 
 def without(mask: Mask, tokens: Iterable[int]) -> Mask:
-    """A mask without these tokens; the same one where there are none."""
+    """A mask without these tokens; the same object if there are none."""
     listed = list(tokens)
     if not listed:
         return mask
@@ -110,10 +110,12 @@ def _mask_of(allowed: Sequence[int] | None, vocab_size: int) -> Mask:
 
 @lru_cache(maxsize=2)
 def _everything(vocab_size: int) -> Mask:
-    """All tokens of the vocabulary, and no bit behind them."""
+    """All tokens of the vocabulary, and no bit after them."""
     return _mask_of(range(vocab_size), vocab_size)
 
 
 def _check_known(name: str, tokens: Sequence[int], vocab_size: int) -> None:
     if tokens and max(tokens) >= vocab_size:
-        raise RequestError(f"{name}: token {max(tokens)} is unknown, the vocabulary ends at {vocab_size - 1}")
+        raise RequestError(
+            f"{name}: token {max(tokens)} is outside the vocabulary, which ends at {vocab_size - 1}"
+        )

@@ -1,7 +1,7 @@
-"""The requests without a row: those that wait for their turn, and those that stand aside for a reason.
+"""The requests without a row: those that wait for their turn, and those set aside for a reason.
 
-held      came during a drain (`drain.py`)
-parked    what may come next is not known yet: a grammar is being compiled
+held      arrived during a drain (`drain.py`)
+parked    their next tokens are not known yet: a grammar is being compiled
 line      no slot is free for their adapter (`slot_line.py`)
 turn      all others, oldest first; see Note [Fair order] in scheduler.py
 """
@@ -16,25 +16,25 @@ from .slot_line import SlotLine
 
 
 class WaitingRequests:
-    """Of one scheduler."""
+    """The waiting requests of one scheduler."""
 
     def __init__(self, slots: AdapterSlots | None, max_running: int) -> None:
         self.turn = RequestQueue()
         """Oldest first; all younger than the running ones."""
         self.parked: dict[Request, None] = {}
-        """Requests that can neither run nor wait for their turn: what may come next is not known yet."""
+        """Requests that can neither run nor wait for their turn: their next tokens are not known yet."""
         self.line = SlotLine(slots, max_running)
         """Requests that wait for a slot of their adapter; see Note [Adapters and the fair order]."""
         self.arrivals = Drain()
-        """Who came before a drain and who is held until its end; requests that come later announce here."""
+        """The current drain: which requests are late, which are held; later ones are announced here."""
         self.head_is_blocked = False
-        """Pages come free only when somebody leaves: until then the first in the queue is not tried again."""
+        """Pages become free only when a request leaves; until then the first in the queue is not retried."""
         self.num_queued = 0
         """Places in the order that were given out."""
 
     @property
     def everyone(self) -> tuple[Request, ...]:
-        """Wherever they stand."""
+        """All of them, wherever they are."""
         return (*self.turn, *self.line.waiting, *self.parked, *self.arrivals.held)
 
     @property
@@ -43,7 +43,7 @@ class WaitingRequests:
         return len(self.parked) + len(self.arrivals.held) + len(self.line.waiting)
 
     def queue(self, request: Request) -> None:
-        """It waits for its turn behind all others, or is held."""
+        """Let it wait for its turn after all others, or hold it."""
         if request.is_late:
             self.arrivals.held[request] = None
             return
@@ -52,7 +52,7 @@ class WaitingRequests:
         self.turn.append(request)
 
     def queue_first(self, request: Request) -> None:
-        """All that wait are behind it, and get new numbers."""
+        """Put it before all that wait; they get new numbers."""
         behind = list(self.turn)
         self.turn.clear()
         self.head_is_blocked = False
@@ -60,11 +60,11 @@ class WaitingRequests:
             self.queue(each)
 
     def take_back(self, request: Request) -> None:
-        """One that ran, the youngest of all that did: it is older than all that wait."""
+        """Queue a request that ran, the youngest of all that did: it is older than all that wait."""
         self.turn.appendleft(request)
 
     def release(self, request: Request) -> None:
-        """A parked one waits for its turn; whoever has run before goes first."""
+        """Let a parked request wait for its turn; one that has run before goes first."""
         del self.parked[request]
         if not request.num_preemptions:
             self.queue(request)
@@ -72,12 +72,12 @@ class WaitingRequests:
             self.queue_first(request)
 
     def end_drain(self, unfinished: tuple[Request, ...]) -> None:
-        """Those that were held wait like others."""
+        """Queue the requests that were held."""
         for request in self.arrivals.end(unfinished):
             self.queue(request)
 
     def remove(self, request: Request) -> None:
-        """It has ended, wherever it stands."""
+        """It has ended, wherever it is."""
         if request in self.parked:
             del self.parked[request]
         elif request in self.line.waiting:
@@ -89,7 +89,7 @@ class WaitingRequests:
             self.head_is_blocked = False
 
     def drop_finished(self) -> None:
-        """Those that ended while the books were in disorder."""
+        """Remove requests that ended while the books were inconsistent."""
         self.turn = RequestQueue(request for request in self.turn if not request.is_finished)
         self.parked = {request: None for request in self.parked if not request.is_finished}
         held = self.arrivals.held

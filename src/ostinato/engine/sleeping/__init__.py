@@ -1,1 +1,1 @@
-"""What an engine may do while its memory is away."""
+"""Sleep: what an engine can do while its memory is released."""

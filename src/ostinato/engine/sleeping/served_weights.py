@@ -1,4 +1,4 @@
-"""The weights that an engine computes with: replaced in place, numbered, refused while some are missing."""
+"""The weights that an engine computes with: replaced in place, versioned, refused while some are missing."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class WeightsReport:
     """What `update_weights` did."""
 
     names: tuple[str, ...]
-    """Of the weights that are new, as the checkpoint calls them."""
+    """Weights that were written, by their names in the checkpoint."""
     num_bytes: int
     version: str
     """Of the weights from now on."""
     missing: int
-    """Weights that have to be written before anything is generated: after sleep(level=2), or after an update
+    """Weights that must be written before anything is generated: after sleep(level=2), or after an update
     that broke off."""
     seconds: float
 
 
 class ServedWeights:
-    """Of one engine."""
+    """The weights of one engine."""
 
     def __init__(self, model: Transformer, sleeper: Sleeper) -> None:
         self._model, self._sleeper = model, sleeper
@@ -40,20 +40,20 @@ class ServedWeights:
         self._missing: set[str] = set()
         self._num_updates = 0
         self.version = "0"
-        """Counts updates, or what the last one was given."""
+        """A count of updates, or the name given with the last one."""
 
     def are_gone(self, why: str) -> None:
-        """All of them have to be written before a step is taken."""
+        """All of them must be written before the next step."""
         self._missing = set(checkpoint_tensors(self._model))
         self._sleeper.why_no_weights = why
 
     def rename(self, version: str) -> None:
-        """Call them something else from now on."""
+        """Set the version without changing weights."""
         _check_version(version)
         self.version = version
 
     def update(self, new: NamedTensors | str | Path, version: str | None) -> WeightsReport:
-        """Write new ones in place, all that are given or none; no step may be under way."""
+        """Write new weights in place, all that are given or none. No step may be under way."""
         _check_version("" if version is None else version)
         self._sleeper.refuse_without_weights()
         began = time.perf_counter()
@@ -75,4 +75,4 @@ class ServedWeights:
 
 def _check_version(version: object) -> None:
     if not isinstance(version, str):
-        raise RequestError(f"a version of weights is a text, not {version!r}")
+        raise RequestError(f"the version of the weights must be a string, not {version!r}")

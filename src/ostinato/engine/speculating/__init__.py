@@ -1,1 +1,1 @@
-"""Speculation: drafts of tokens that the model verifies several at a time, on the device."""
+"""Speculation: drafted tokens that the model verifies several at a time, on the device."""

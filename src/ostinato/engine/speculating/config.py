@@ -1,4 +1,4 @@
-"""What can be set about speculation: vLLM's keys, each checked by name. What does not exist is refused."""
+"""The options of speculation: vLLM's keys, each checked by name. Anything not supported is refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ostinato.graphs.errors import ConfigError
 
 METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 MAX_SPECULATIVE_TOKENS = 15
-"""Attention of one step takes up to 16 tokens of a request: the drafts, and the token before them."""
+"""One attention step takes up to 16 tokens of a request: the drafts, and the token before them."""
 DEFAULT_LOOKUP = 5
 MAX_LOOKUP = 64
-"""Runs are compared token by token in code without a loop."""
+"""Runs are compared token by token, in unrolled code."""
 
 _OTHER_NAMES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
 _AS_IT_IS: dict[str, tuple[Any, ...]] = {
@@ -33,7 +33,7 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "enable_adaptive_verification": (False,),
     "moe_backend": ("auto",),
 }
-"""vLLM's keys that can only say what happens anyway, with those values."""
+"""vLLM's keys that cannot change anything here, with the values that describe what happens anyway."""
 _WHY_NOT = {
     "max_model_len": "drafts serve requests of every length",
     "tensor_parallel_size": "one engine uses one GPU",
@@ -47,29 +47,29 @@ class SpeculativeConfig:
     method: str
     """ngram, draft_model, eagle, eagle3."""
     num_speculative_tokens: int
-    """The most drafts of a step, K."""
+    """The most drafts in one step, K."""
     model: str | None = None
-    """The draft: a directory or a hub name; a GGUF file for draft_model. None for ngram."""
+    """The draft model: a directory or a hub name; a GGUF file for draft_model. None for ngram."""
     revision: str | None = None
-    """Branch, tag or commit of a draft on the hub."""
+    """Branch, tag or commit of a draft model on the hub."""
     load_format: str | None = None
-    """auto or dummy; None: as the target's."""
+    """auto or dummy; None: as for the target."""
     prompt_lookup_min: int = DEFAULT_LOOKUP
-    """The shortest run of tokens that ngram looks for."""
+    """The shortest run of tokens that ngram looks up."""
     prompt_lookup_max: int = DEFAULT_LOOKUP
-    """The longest, looked for first."""
+    """The longest, tried first."""
     schedule: tuple[tuple[int, int, int], ...] | None = None
-    """(first, last, k): how many drafts batches of so many requests get. None: acceptance and costs say."""
+    """(first, last, k): k drafts for batches of first to last requests; None: acceptance and costs decide."""
     synthetic_rates: tuple[float, ...] | None = None
-    """Of each position, how often drafts up to it are accepted, whatever they are; None: the model says."""
+    """By position: how often drafts up to it are accepted, whatever they are; None: the model decides."""
     disable_adaptive: bool = False
-    """Always draft num_speculative_tokens, whatever it costs and brings."""
+    """Always draft num_speculative_tokens, whatever it costs or gains."""
     max_speculative_requests: int = 64
-    """Larger batches decode one token a step: graphs for several tokens a request end here."""
+    """Larger batches decode one token a step: graphs for several tokens per request end at this size."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
-        """From vLLM's mapping; `ConfigError` names the key that cannot be had."""
+        """Parse vLLM's mapping. Raises ConfigError that names the unsupported key."""
         left = {key: value for key, value in given.items() if value is not None}
         method = _method(left)
         most = _whole(left, "num_speculative_tokens", least=1, most=MAX_SPECULATIVE_TOKENS)
@@ -78,8 +78,8 @@ class SpeculativeConfig:
         lookup = _lookup(left, method)
         if left.get("disable_adaptive") and "num_speculative_tokens_per_batch_size" in left:
             raise ConfigError(
-                "speculative_config: num_speculative_tokens_per_batch_size says how many drafts there are, "
-                "and disable_adaptive something else: leave one of them out"
+                "speculative_config: num_speculative_tokens_per_batch_size sets the number of drafts, and "
+                "disable_adaptive contradicts it: leave one of them out"
             )
         config = cls(
             method=method,
@@ -101,7 +101,7 @@ class SpeculativeConfig:
         """How many drafts the schedule gives each request of a batch; None: there is no schedule."""
         if self.schedule is None:
             return None
-        # What lies between two ranges, or behind the last, goes with the range before it.
+        # Sizes between two ranges, or after the last, belong to the range before them.
         begun = [drafts for first, _, drafts in self.schedule if first <= num_requests]
         return min(begun[-1], self.num_speculative_tokens)
 
@@ -110,7 +110,7 @@ def _method(left: dict[str, Any]) -> str:
     given, model = left.pop("method", None), left.get("model")
     if given is None:
         if model is None:
-            raise ConfigError(f"speculative_config: method is missing; there are {', '.join(METHODS)}")
+            raise ConfigError(f"speculative_config: method is missing: use one of {', '.join(METHODS)}")
         name = str(model).lower()
         if name in _OTHER_NAMES or name == "ngram":
             del left["model"]
@@ -119,7 +119,7 @@ def _method(left: dict[str, Any]) -> str:
     method = _OTHER_NAMES.get(given, given) if isinstance(given, str) else given
     if method not in METHODS:
         raise ConfigError(
-            f"speculative_config: method {given!r} is not supported; there are {', '.join(METHODS)}"
+            f"speculative_config: method {given!r} is not supported: use one of {', '.join(METHODS)}"
         )
     return cast(str, method)
 
@@ -130,13 +130,13 @@ def _model(left: dict[str, Any], method: str) -> str | None:
     model = _text(left, "model")
     if method == "ngram":
         if model is not None and model not in ("ngram", *_OTHER_NAMES):
-            raise ConfigError(f"speculative_config: ngram drafts without a model; {model!r} would be ignored")
+            raise ConfigError(f"speculative_config: ngram uses no model: leave model out, not {model!r}")
         for key in ("revision", "draft_load_config"):
             if key in left:
-                raise ConfigError(f"speculative_config: ngram drafts without a model; {key} says nothing")
+                raise ConfigError(f"speculative_config: ngram uses no model: leave {key} out")
         return None
     if not model:
-        raise ConfigError(f"speculative_config: model is missing: {method} drafts with one")
+        raise ConfigError(f"speculative_config: model is missing: {method} needs a draft model")
     return model
 
 
@@ -145,7 +145,9 @@ def _lookup(left: dict[str, Any], method: str) -> tuple[int, int]:
     longest = _whole(left, "prompt_lookup_max", least=1, most=MAX_LOOKUP)
     if method != "ngram":
         if shortest is not None or longest is not None:
-            raise ConfigError(f"speculative_config: prompt_lookup_min and _max are for ngram, not {method}")
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min and _max are only for ngram, not {method}"
+            )
         return DEFAULT_LOOKUP, DEFAULT_LOOKUP
     shortest, longest = shortest or longest or DEFAULT_LOOKUP, longest or shortest or DEFAULT_LOOKUP
     if shortest > longest:
@@ -161,11 +163,13 @@ def _load_format(left: dict[str, Any]) -> str | None:
         return None
     if not isinstance(group, Mapping) or set(group) - {"load_format"}:
         raise ConfigError(
-            f"speculative_config: draft_load_config takes load_format and nothing else, not {group!r}"
+            f"speculative_config: draft_load_config must contain load_format only, not {group!r}"
         )
     found = group.get("load_format", "auto")
     if found not in ("auto", "safetensors", "dummy"):
-        raise ConfigError(f"speculative_config: load_format of the draft is auto or dummy, not {found!r}")
+        raise ConfigError(
+            f"speculative_config: load_format of the draft must be auto, safetensors or dummy, not {found!r}"
+        )
     return "dummy" if found == "dummy" else "auto"
 
 
@@ -174,7 +178,7 @@ def _schedule(left: dict[str, Any], most: int) -> tuple[tuple[int, int, int], ..
     given = left.pop(name, None)
     if given is None:
         return None
-    wrong = f"speculative_config: {name} is a list of [first, last, drafts], from batches of 1 on, not "
+    wrong = f"speculative_config: {name} must be a list of [first, last, drafts] that starts at 1, not "
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ConfigError(f"{wrong}{given!r}")
     rows = []
@@ -184,8 +188,8 @@ def _schedule(left: dict[str, Any], most: int) -> tuple[tuple[int, int, int], ..
         first, last, drafts = entry
         if not 1 <= first <= last or not 0 <= drafts <= most:
             raise ConfigError(
-                f"speculative_config: {name}: {list(entry)} has no range of batches, or drafts outside of "
-                f"0 to num_speculative_tokens ({most})"
+                f"speculative_config: {name}: {list(entry)} must have 1 <= first <= last, and from 0 to "
+                f"num_speculative_tokens ({most}) drafts"
             )
         rows.append((first, last, drafts))
     rows.sort()
@@ -210,8 +214,7 @@ def _synthetic_rates(left: dict[str, Any], most: int) -> tuple[float, ...] | Non
         return None
     if how != "synthetic":
         raise ConfigError(
-            f"speculative_config: rejection_sample_method {how!r} is not supported; there are standard and "
-            "synthetic"
+            f"speculative_config: rejection_sample_method {how!r} is not supported: use standard or synthetic"
         )
     if (rates is None) == (length is None):
         raise ConfigError(
@@ -225,22 +228,22 @@ def _given_rates(rates: Any, most: int) -> tuple[float, ...]:
     is_list = isinstance(rates, Sequence) and not isinstance(rates, str) and len(rates) == most
     if not is_list or not all(_is_number(rate) and 0 <= rate <= 1 for rate in rates):
         raise ConfigError(
-            f"speculative_config: synthetic_acceptance_rates are {most} numbers from 0 to 1, one for each "
-            f"draft, not {rates!r}"
+            f"speculative_config: synthetic_acceptance_rates must be {most} numbers from 0 to 1, one for "
+            f"each draft, not {rates!r}"
         )
     if any(after > before for before, after in pairwise(rates)):
         raise ConfigError(
-            f"speculative_config: synthetic_acceptance_rates must not rise, as {list(rates)} do: each is of "
-            "all drafts up to its position"
+            f"speculative_config: synthetic_acceptance_rates must not rise, as {list(rates)} do: each "
+            "counts all drafts up to its position"
         )
     return tuple(float(rate) for rate in rates)
 
 
 def _rates_of(length: Any, most: int) -> tuple[float, ...]:
-    """Rates whose sum is length - 1, with the least variance: as many drafts as go always, one at times."""
+    """Rates whose sum is length - 1, with the least variance: 1 for whole drafts, the rest for one more."""
     if not _is_number(length) or not 1 <= length <= most + 1:
         raise ConfigError(
-            f"speculative_config: synthetic_acceptance_length is from 1 to {most + 1}, not {length!r}"
+            f"speculative_config: synthetic_acceptance_length must be from 1 to {most + 1}, not {length!r}"
         )
     return tuple(min(1.0, max(0.0, length - 1 - place)) for place in range(most))
 
@@ -249,7 +252,7 @@ def _refuse_others(left: dict[str, Any]) -> None:
     for key, value in left.items():
         if key in _AS_IT_IS:
             known = _AS_IT_IS[key]
-            # True equals 1, and says something else.
+            # True equals 1 but means something else.
             if not any(type(value) is type(one) and value == one for one in known):
                 only = " or ".join(map(repr, known)) or "left out"
                 raise ConfigError(f"speculative_config: {key} can only be {only}, not {value!r}")
@@ -265,21 +268,21 @@ def _whole(left: dict[str, Any], key: str, *, least: int, most: int | None = Non
         return None
     if type(value) is not int or value < least or (most is not None and value > most):
         limits = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ConfigError(f"speculative_config: {key} is a whole number, {limits}, not {value!r}")
+        raise ConfigError(f"speculative_config: {key} must be an integer, {limits}, not {value!r}")
     return value
 
 
 def _flag(left: dict[str, Any], key: str) -> bool:
     value = left.pop(key, False)
     if not isinstance(value, bool):
-        raise ConfigError(f"speculative_config: {key} is true or false, not {value!r}")
+        raise ConfigError(f"speculative_config: {key} must be true or false, not {value!r}")
     return value
 
 
 def _text(left: dict[str, Any], key: str) -> str | None:
     value = left.pop(key, None)
     if value is not None and not isinstance(value, str):
-        raise ConfigError(f"speculative_config: {key} is a text, not {value!r}")
+        raise ConfigError(f"speculative_config: {key} must be a string, not {value!r}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""How many tokens were drafted, and how many of them accepted."""
+"""How many tokens were drafted, and how many of them were accepted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..scheduling.request import IntArray
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What came of drafts since the start."""
+    """Drafts and their acceptance since the start."""
 
     num_drafts: int
     """Verifications, one for each request of each step."""
     num_draft_tokens: int
     """Tokens that were drafted."""
     num_accepted_tokens: int
-    """Of these."""
+    """How many of these were accepted."""
     accepted_per_position: tuple[int, ...]
     """How often the first draft was accepted, the second..."""
     drafted_per_position: tuple[int, ...]
@@ -26,7 +26,7 @@ class DraftReport:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a verification brings on average, 1 without drafts."""
+        """Tokens gained by a verification on average, 1 without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
@@ -40,22 +40,21 @@ class SpeculationReport:
     """What speculation did since the start."""
 
     method: str
-    """Who drafts."""
+    """The drafting method."""
     drafts: DraftReport
-    """What was accepted."""
+    """What was drafted and accepted."""
     chosen: dict[int, int]
-    """Drafts of a step at present, by size of batch, where measurements decide."""
+    """Drafts per step at present, by batch size, if decided by measurements."""
     speed_up: dict[int, float]
-    """Estimated: tokens a second with drafts by those without, by size of batch, where both were measured."""
+    """Estimated tokens per second with drafts over those without, by batch size, if both were measured."""
     single_requests: dict[str, int]
-    """Requests that get one token a step, by what they ask for."""
+    """Requests that get one token a step, by the feature that requires it."""
     steps_without: dict[str, int]
     """Decode steps that had no drafts, by reason."""
     eager_drafts: dict[str, int]
     """Drafts that did not come from a graph, by reason."""
     eager_acceptance: dict[str, int]
-    """Acceptance, where it is no part of the forward graph and did not come from one of its own, by
-    reason."""
+    """Acceptance that did not come from a graph, neither the forward graph nor one of its own, by reason."""
 
     def __str__(self) -> str:
         drafts = self.drafts
@@ -77,7 +76,7 @@ class SpeculationReport:
 
 
 class DraftCounts:
-    """Counts them."""
+    """Collects the counts of a `DraftReport`."""
 
     def __init__(self, max_drafts: int) -> None:
         self._num_drafts = 0
@@ -85,7 +84,7 @@ class DraftCounts:
         self._drafted = np.zeros(max_drafts, dtype=np.int64)
 
     def add(self, num_drafts: int, accepted: IntArray) -> None:
-        """Verifications of so many drafts, and how many of them each accepted."""
+        """Note verifications of `num_drafts` drafts, and how many of them each accepted."""
         self._num_drafts += len(accepted)
         self._drafted[:num_drafts] += len(accepted)
         self._accepted[:num_drafts] += (accepted[:, None] > np.arange(num_drafts)).sum(0)

@@ -1,4 +1,4 @@
-"""Attention of a draft over keys and values of its own, in the pages of the target."""
+"""Attention of a draft over its own keys and values, in pages numbered like the target's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ostinato.models.mixing import Attend, StepAttention
 
 
 class DraftAttention:
-    """Made for layers of one shape; can be captured for any batch."""
+    """Built for layers of one shape; can be captured for any batch."""
 
     def __init__(self, backend: AttentionBackend, shape: ModelConfig, kv: KVCache) -> None:
         self._backend = backend
@@ -23,15 +23,15 @@ class DraftAttention:
         self._kv = kv
 
     def over(self, batch: AttentionBatch) -> Attend:
-        """That of one pass."""
+        """The attention of one pass."""
         heads = functools.partial(self._from_heads, batch)
         if self._backend.attend_qkv is None:
             return heads
         return StepAttention(heads, functools.partial(self._from_rows, batch))
 
     def storing(self, batch: AttentionBatch) -> Attend:
-        """That of a pass of which nothing is wanted but its keys and values: none in the last layer, where
-        torch would do it. In one kernel with the rest it is no work to speak of."""
+        """The attention of a pass that only stores keys and values: the last layer computes no attention, if
+        torch would do it. In one kernel with the rest it costs next to nothing."""
         if self._backend.attend_qkv is not None:
             return self.over(batch)
         return functools.partial(self._store, batch)

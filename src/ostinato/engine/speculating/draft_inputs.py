@@ -1,8 +1,8 @@
 """What a draft computes and keeps of a step of the target. Fixed shapes, nothing is read back.
 
-A head pairs the token at position p with the target's feature of position p - 1, at slot p - 1. Of each row
-there are features of some positions in a row, the first of them `base`: those of the last step's tokens. What
-becomes of them in a chain is in `kernels.speculation.chains`.
+A head pairs the token at position p with the target's feature of position p - 1, in slot p - 1. For each row,
+features of consecutive positions are kept, starting at `base`: those of the last step's tokens. How a chain
+uses them is in `kernels.speculation.chains`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ostinato.kernels.attention.batch import AttentionBatch
 
 NO_FEATURE = -(1 << 20)
-"""As `base` of a row that has none."""
+"""`base` of a row that has none."""
 
 
 class Pairs(NamedTuple):
@@ -28,10 +28,11 @@ class Pairs(NamedTuple):
 
 
 def pairs_of_step(batch: AttentionBatch, features: Tensor, stored: Tensor, base: Tensor) -> Pairs:
-    """Each token of a step with the feature of the one before it, from `features` [T, H] of that very step.
+    """Each token of a step with the feature of the one before it, from `features` [T, H] of the same step.
 
-    That of a request's first token is from the step before, in `stored` [max_rows, n, H]; where that has none
-    (the request begins here, or behind pages that were found in the cache) the token is left out.
+    For a request's first token that feature is from the step before, in `stored` [max_rows, n, H]. If
+    `stored` lacks it (the request starts here, or after pages that were found in the cache), the token is
+    left out.
     """
     num_tokens, width = features.shape
     rows, has_tokens = batch.req_rows, batch.query_lens > 0
@@ -39,7 +40,7 @@ def pairs_of_step(batch: AttentionBatch, features: Tensor, stored: Tensor, base:
     before = (start - 1 - base.index_select(0, rows)).long()
     is_left_out = has_tokens & ((start == 0) | (before < 0) | (before >= stored.size(1)))
     places = rows.long() * stored.size(1) + before.clamp(0, stored.size(1) - 1)
-    # One more than there are tokens: requests without any write there.
+    # One past the tokens: where requests without tokens write.
     firsts = torch.where(has_tokens, batch.query_starts, num_tokens).long()
     shifted = features.new_empty(num_tokens + 1, width)
     shifted[1:].copy_(features)
@@ -63,10 +64,10 @@ def pairs_of_step(batch: AttentionBatch, features: Tensor, stored: Tensor, base:
 def keep_features(
     batch: AttentionBatch, features: Tensor | None, lengths: Tensor, stored: Tensor, base: Tensor
 ) -> None:
-    """Keep, of a step's `features` [T, H], what the next step and the next drafts need, and note whose it is.
+    """Keep what the next step and the next drafts need of a step's `features` [T, H], and set `base`.
 
-    Rows whose drafts are being verified have not moved on: the features of all their tokens are kept. Of all
-    others the last one. None: only note.
+    Rows whose drafts are being verified have not advanced: the features of all their tokens are kept. For
+    other rows only the last one is. `features` None: set `base` only.
     """
     rows, places = batch.req_rows, batch.req_rows.long()
     real = rows != 0
@@ -78,7 +79,7 @@ def keep_features(
     num_kept = min(stored.size(1), batch.max_query_len)
     steps = torch.arange(num_kept, device=rows.device)
     last = (batch.query_lens - 1).clamp(min=0).unsqueeze(1)
-    # Behind the last one comes the last one again.
+    # After the last one, the last one is repeated.
     kept = torch.where(is_verified.unsqueeze(1), torch.minimum(steps, last), last)
     chosen = (batch.query_starts.unsqueeze(1) + kept).clamp(max=features.size(0) - 1).long()
     found = features.index_select(0, chosen.view(-1)).view(rows.size(0), num_kept, -1)

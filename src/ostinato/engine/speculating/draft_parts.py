@@ -1,4 +1,4 @@
-"""A draft in memory, with keys and values of its own."""
+"""A draft in memory, with its own keys and values."""
 
 from typing import NamedTuple
 
@@ -11,4 +11,4 @@ class DraftParts(NamedTuple):
 
     model: Draft
     kv: KVCache
-    """As many pages as the target's, of the same numbers."""
+    """As many pages as the target's, with the same numbers."""

@@ -1,4 +1,4 @@
-"""The contract of whoever drafts tokens."""
+"""The contract of a drafter."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from ..scheduling.request import IntArray, Request
 
 
 class Drafter(Protocol):
-    """Writes `drafts` of rows from what is on the device, and from that alone."""
+    """Writes `drafts` of rows, from data on the device only."""
 
     graphs: CudaGraphRunner
-    """What drafts; keys are uniform batches of as many tokens a request as there are drafts."""
+    """The drafting graphs; keys are uniform batches with as many tokens per request as there are drafts."""
     tapped_layers: tuple[int, ...]
-    """Before which layers of the target features are taken; (): they are its last states."""
+    """The target's features are taken before these layers; (): they are its last states."""
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """What the target's graphs read of it, beside rows."""
+        """What the target's graphs read of it, beyond rows."""
         ...
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Enter what newcomers need into their rows, before their first step; `rows.send` brings it there."""
+        """Write what newcomers need into their rows, before their first step; `rows.send` sends it."""
         ...
 
     def run(self, rows: IntArray, num_drafts: int) -> None:
-        """Launch so many drafts for each of these rows; the very same array while nothing changes."""
+        """Launch that many drafts for each of these rows. Pass the very same array while nothing changes."""
         ...
 
     def catch_up(self, rows: IntArray) -> None:
-        """A step without drafts of these rows comes next: whoever of them had some verified in the step
-        before it is to lack nothing of what that has accepted."""
+        """Called before a step of these rows without drafts: rows that had drafts verified in the step before
+        must not miss anything of what it accepted."""
         ...
 
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
-        """Captured in every step of the target, behind its forward pass: keep what drafts will need of it.
+        """Captured in every step of the target, after its forward pass: keep what drafts will need of it.
 
-        `features` [T, F]: the last states, or what was tapped. In a step that verifies drafts this comes
-        before acceptance: `batch` has the length of all tokens, and `lengths` of its rows are as they were.
+        `features` [T, F]: the last states, or what was tapped. In a step that verifies drafts this runs
+        before acceptance: `batch` has the lengths with all tokens, and `lengths` of its rows are still the
+        old ones.
         """
         ...
 
     def try_out(self) -> None:
-        """Run what has kernels of its own once, without a trace."""
+        """Run everything that has its own kernels once, without a trace."""
         ...

@@ -1,10 +1,9 @@
-"""Drafts by a model: the chain of all drafts of a step is one graph, for each number of requests and drafts.
+"""Drafts by a model: the chain of all drafts of a step is one graph per number of requests and drafts.
 
-The first pass of a chain computes what the target's last step has brought: accepted tokens with the target's
-own features, up to the last one. Each further pass computes the draft before it. After prompts, and after
-steps without drafts, keys and values of the draft follow in the very step of the target. Where a step
-without drafts comes behind one that has verified some, a chain of a single draft, which nobody reads,
-computes what was accepted.
+The first pass of a chain computes what the target's last step produced: the accepted tokens, with the
+target's own features. Each further pass computes the draft before it. After prompts and steps without drafts,
+the draft's keys and values are written in the same step of the target. When a step without drafts follows one
+that verified some, a chain of a single draft, which is never read, computes what was accepted.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .tiers import draft_tiers
 
 
 class EagleGraphManager:
-    """Drafts of heads on the target's features, and of whole models, from graphs."""
+    """Drafts from graphs, by heads on the target's features or by whole models."""
 
     def __init__(self, runner: Target, config: SpeculativeConfig, parts: DraftParts) -> None:
         self._config = config
@@ -46,7 +45,7 @@ class EagleGraphManager:
         self.tapped_layers = parts.model.tapped_layers
         self._offset = parts.model.slot_offset
         most = config.num_speculative_tokens
-        # What a whole model computed of accepted drafts stays right; it only lacks the last of them.
+        # What a whole model computed of accepted drafts stays valid; it only lacks the last of them.
         self._width = 1 + most if parts.model.feature_size else 2
         self._base = runner.rows["feature_base"]
         resolved = runner.config
@@ -58,12 +57,12 @@ class EagleGraphManager:
         self._max_context = min(resolved.max_positions, resolved.page_columns * PAGE_SIZE)
         self._most_rows = resolved.verify_ladder.limit
         self._lags = np.zeros(resolved.max_rows, dtype=bool)
-        """Rows whose last step has verified drafts: what it accepted is computed by the next chain."""
+        """Rows whose last step verified drafts: what it accepted is computed by the next chain."""
         self.graphs = self._make_graphs(runner)
         self._held = HeldRows(self.graphs)
 
     def _make_graphs(self, runner: Target) -> CudaGraphRunner:
-        # Padding writes page 0 and row 0.
+        # Padding writes to page 0 and row 0.
         graphs = row_graphs(
             runner,
             self._chain,
@@ -76,24 +75,24 @@ class EagleGraphManager:
         return graphs
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """What graphs read, beside weights and rows."""
+        """What graphs read, beyond weights and rows."""
         return {"features": self._features, **self._kv.named_tensors()}
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Nothing is known of the tokens before a newcomer's first step."""
+        """A newcomer has no features of tokens before its first step."""
         for request in requests:
             self._rows.write("feature_base", request.row, NO_FEATURE)
             self._lags[request.row] = False
 
     def run(self, rows: IntArray, num_drafts: int) -> None:
-        """Launch so many drafts for each of these rows."""
+        """Launch that many drafts for each of these rows."""
         self._held.run(rows, num_drafts)
         self._lags[rows] = True
 
     def catch_up(self, rows: IntArray) -> None:
-        """Compute what the last step of these rows accepted, where it has verified drafts."""
+        """Compute what the last step of these rows accepted, if it verified drafts."""
         behind = rows[self._lags[rows]]
-        # A single draft: a further pass would write behind the last token, where a row may have no page.
+        # A single draft: a further pass would write past the last token, where a row may have no page.
         for first in range(0, len(behind), self._most_rows):
             self._held.run(behind[first : first + self._most_rows], 1)
         self._lags[rows] = False
@@ -101,7 +100,7 @@ class EagleGraphManager:
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
-        """Store keys and values of a step's tokens, and keep the features that come next."""
+        """Store keys and values of a step's tokens, and keep the features needed next."""
         draft, lengths = self._draft, self._rows["lengths"]
         combined = draft.combined(features) if draft.feature_size else None
         if descriptor.query_len is None or descriptor.query_len == 1:
@@ -121,7 +120,7 @@ class EagleGraphManager:
                 self.graphs.try_out(key)
 
     def _chain(self, req_rows: Tensor, descriptor: BatchDescriptor) -> tuple[()]:
-        """Captured: all drafts of a step, which begins here."""
+        """Captured: all drafts of a step; the step begins here."""
         assert descriptor.query_len is not None
         note_time(self._runner.began)
         states = self._catch_up(req_rows)
@@ -133,14 +132,14 @@ class EagleGraphManager:
                 self._rows["drafts"],
                 self._draft.target_offsets,
             )
-            if is_compiling_only():  # the kernel did not run; but tokens are places in a table
+            if is_compiling_only():  # the kernel did not run, and tokens are used as indices
                 tokens = torch.zeros_like(tokens)
             if number + 1 < descriptor.query_len:
                 states = self._go_on(req_rows, tokens, states.carried, number + 1)
         return ()
 
     def _catch_up(self, req_rows: Tensor) -> DraftStates:
-        """The first pass, up to the last token of each row: what came of that."""
+        """The first pass, up to the last token of each row; returns its states."""
         rows, draft = self._rows, self._draft
         texts = (rows["lengths"], rows["last_tokens"], rows["drafts"], self._base)
         start = chain_start(req_rows, self._width, self._offset, *texts, self._features.size(1))
@@ -184,5 +183,5 @@ class EagleGraphManager:
 
 
 def _kernels_of(key: GraphKey) -> tuple[int, bool]:
-    """Chains of more than one draft launch the same kernels again."""
+    """Chains of more than one draft all launch the same kernels."""
     return key.descriptor.num_reqs, key.descriptor.query_len == 1

@@ -1,4 +1,4 @@
-"""What every running request has on the device where tokens are drafted."""
+"""What every running request has on the device when tokens are drafted."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ..resolved_config import ResolvedConfig
 from ..row_field import RowField
 
 LONGER = 0
-"""Instead of the length of a context that only the device knows: what its row has, and the step's tokens."""
+"""In place of a context length that only the device knows: the row's length plus the step's tokens."""
 UNCHANGED = -1
-"""The same, but the row stays as it is: acceptance decides by how much it grows."""
+"""The same, but the row's length is not changed: acceptance decides how much it grows."""
 
 VERIFYING = "drafts"
-"""Tells graphs that verify drafts from those of prompts, which may be smaller and end without acceptance."""
+"""Marks graphs that verify drafts: those of prompts may be smaller, and end without acceptance."""
 
 
 def drafting_fields(config: ResolvedConfig) -> tuple[RowField, ...]:
-    """The fields of a row beside those that it has anyway."""
+    """The fields of a row beyond those that it always has."""
     if config.speculation is None:
         return ()
     integer = torch.int32

@@ -4,10 +4,10 @@ from ..parameters.sampling_params import SamplingParams
 
 
 def why_single(params: SamplingParams, *, is_processed: bool, follows_tokens: bool) -> str | None:
-    """What keeps a request from having its drafts verified: its next token depends on the one before it in
-    ways that only the host knows, or is told more about than a token; None: nothing does.
+    """Why a request cannot have its drafts verified: its next token depends on the previous one in a way that
+    only the host knows, or its answer contains more than tokens; None: it can.
 
-    `is_processed`: functions change its logits; `follows_tokens`: what may come depends on what has come.
+    `is_processed`: functions change its logits; `follows_tokens`: the allowed tokens depend on earlier ones.
     """
     asked = {
         "structured output": params.structured_outputs is not None,

@@ -1,4 +1,4 @@
-"""Who drafts tokens, by what was asked for."""
+"""Construction of speculation from its configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .target import Target
 
 
 def make_speculation(runner: Target) -> Speculation | None:
-    """Speculation on the rows of a runner; None where nobody asked for it."""
+    """Speculation on the rows of a runner; None if it is not configured."""
     config = runner.config.speculation
     if config is None:
         return None

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed when the last tokens stood there before. No model is asked."""
+"""Drafts from the text itself: what followed an earlier occurrence of the last tokens. No model is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tiers import draft_tiers
 
 
 class NgramDrafter:
-    """Keeps the text of every row on the device, and looks for its end in it."""
+    """Keeps the text of every row on the device, and looks for its last tokens in it."""
 
     tapped_layers: tuple[int, ...] = ()
 
@@ -39,29 +39,29 @@ class NgramDrafter:
         self._held = HeldRows(self.graphs)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Nothing beside rows."""
+        """Nothing beyond rows."""
         return {}
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Enter what no step computes: the tokens whose pages were found in the cache."""
+        """Write the tokens that no step computes: those whose pages were found in the cache."""
         for request in requests:
             if count := request.num_computed:
                 self._rows.write("history", request.row, request.first_tokens(count).tolist())
 
     def run(self, rows: IntArray, num_drafts: int) -> None:
-        """Launch so many drafts for each of these rows."""
+        """Launch that many drafts for each of these rows."""
         self._held.run(rows, num_drafts)
 
     def catch_up(self, rows: IntArray) -> None:
-        """Acceptance has entered all that there is to know."""
+        """Nothing to do: acceptance has recorded everything."""
 
     def note_step(
         self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
     ) -> None:
-        """Keep the tokens of a step; of drafts under verification acceptance keeps those that it takes."""
+        """Keep the tokens of a step; when drafts are verified, acceptance keeps those that it takes."""
         if descriptor.query_len is not None and descriptor.query_len > 1:
             return
-        # Padding writes to row 0, which nobody reads.
+        # Padding writes to row 0, which is never read.
         places = batch.token_rows.long() * self.history.size(1) + batch.positions
         self.history.view(-1).index_copy_(0, places, input_ids.int())
 

@@ -1,15 +1,15 @@
 """How many drafts a step verifies.
 
 Note [Worth of drafts]
-A step of k drafts brings a request 1 + c1 + c1 c2 + ... + c1...ck tokens on average, where ci is the chance
-that draft i is accepted if those before it were. It costs what steps of as many requests and drafts took on
-the device. Both are moving averages; the number of drafts whose tokens per time are most is taken, 0
-included. The most drafts and none are tried first; what was never measured is taken to cost what lies between
-those that were.
+A step of k drafts gives a request 1 + c1 + c1 c2 + ... + c1...ck tokens on average, where ci is the chance
+that draft i is accepted given that all before it were. Its cost is the device time of earlier steps with as
+many requests and drafts. Both are moving averages; the number of drafts, 0 included, with the most tokens
+per time is chosen. The maximum and 0 are tried first; costs never measured are interpolated between those
+that were.
 
-Decisions stand for a few steps, and another number must be better by more than noise. Now and then a
-neighbour is tried for a few steps: acceptance behind the last draft, or of any where there are none, is seen
-in no other way. Such trials get rarer as long as they change nothing.
+A decision stands for a few steps, and another number must be better by more than noise. Now and then a
+neighbouring number is tried for a few steps: nothing else shows the acceptance of later drafts, or of any if
+none are made. Such trials become rarer as long as they change nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ FIRST_CHANCE = 0.7
 MEMORY = 64.0
 """Verifications that count in an average."""
 COST_MEMORY = 16.0
-"""Steps that do."""
+"""Steps that count in an average cost."""
 STEPS = 8
-"""That a decision stands."""
+"""How many steps a decision stands."""
 MARGIN = 1.03
-"""By so much another number of drafts must be better."""
+"""Another number of drafts must be better by this factor."""
 FIRST_TRIAL, LAST_TRIAL = 256, 8192
-"""Steps between two trials, in the beginning and at most."""
+"""Steps between two trials, at first and at most."""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class _Rung:
     costs: dict[int, float] = field(default_factory=dict)
     """Seconds, by number of drafts."""
     num_measured: Counter[int] = field(default_factory=Counter)
-    """Of how many steps."""
+    """Over how many steps."""
     current: int = 0
-    """Drafts of the steps that are being scheduled: what was chosen, or a trial."""
+    """Drafts of the steps being scheduled: the chosen number, or a trial."""
     left: int = 0
     """Steps until the next decision."""
     quiet: int = 0
@@ -58,11 +58,11 @@ class _Rung:
     interval: int = FIRST_TRIAL
     """Steps between two trials."""
     tries_up: bool = True
-    """Where the next trial goes."""
+    """The direction of the next trial."""
 
 
 class DraftPolicy:
-    """Decides it from the batch, the schedule, and what earlier drafts brought and cost."""
+    """Chooses by the batch, the schedule, and the gain and cost of earlier drafts."""
 
     def __init__(self, config: SpeculativeConfig, ladder: Ladder) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class DraftPolicy:
         """Steps that had no drafts, by reason."""
 
     def choose(self, num_requests: int, num_drafting: int) -> int:
-        """For a batch of so many requests, of which so many can accept drafts."""
+        """The number of drafts for a batch of `num_requests`, of which `num_drafting` can accept drafts."""
         if not num_drafting:
             return self._none("no request can accept drafts")
         if num_requests > self._sizes[-1]:
@@ -95,8 +95,8 @@ class DraftPolicy:
         return self._none("tried without drafts" if rung.chosen else "drafts cost more than they bring")
 
     def note(self, num_drafts: int, accepted: IntArray) -> None:
-        """A step verified so many drafts of some requests, and accepted so many of each."""
-        # Draft i was tried where all before it were accepted.
+        """A step verified `num_drafts` drafts of some requests; `accepted`: how many of each."""
+        # Draft i was tested if all before it were accepted.
         reached = (accepted[:, None] >= np.arange(num_drafts + 1)).sum(0)
         for at in range(num_drafts):
             tried, taken = int(reached[at]), int(reached[at + 1])
@@ -106,22 +106,22 @@ class DraftPolicy:
                 self._weights[at] = weight + tried
 
     def note_cost(self, num_requests: int, num_drafts: int, seconds: float) -> None:
-        """A step of so many requests with so many drafts took so long on the device."""
+        """A step with this many requests and drafts took `seconds` on the device."""
         if not self._is_adaptive or num_requests > self._sizes[-1]:
             return
         rung = self._rung(num_requests)
         rung.num_measured[num_drafts] += 1
         known = rung.costs.get(num_drafts, seconds)
         weight = min(rung.num_measured[num_drafts], COST_MEMORY)
-        # A step that was held up by something else counts as one that took twice as long.
+        # A step that was delayed by something else counts as at most twice the average.
         rung.costs[num_drafts] = known + (min(seconds, 2 * known) - known) / weight
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """What a step of so many drafts brings a request on average."""
+        """Tokens that a step with this many drafts gives a request on average."""
         return 1.0 + float(self._chances[:num_drafts].cumprod().sum())
 
     def speed_up(self, num_requests: int) -> float | None:
-        """Tokens a second with drafts, by those without, for batches of this size; None: not known yet."""
+        """Tokens per second with drafts over those without, for batches of this size; None: not known yet."""
         rung = self._rung(num_requests)
         if not self._is_adaptive or 0 not in rung.costs or rung.chosen not in rung.costs:
             return None
@@ -129,7 +129,7 @@ class DraftPolicy:
 
     @property
     def chosen(self) -> dict[int, int]:
-        """Drafts of a step at present, by the size of batches that were served."""
+        """Drafts per step at present, for the batch sizes that were served."""
         return {size: rung.chosen for size, rung in sorted(self._rungs.items())}
 
     def _none(self, why: str) -> int:
@@ -162,7 +162,7 @@ class DraftPolicy:
         return self._tiers[at + 1 if up else at - 1]
 
     def _worth(self, rung: _Rung, num_drafts: int, share: float) -> float:
-        """Tokens by time; `share` of the requests can accept drafts."""
+        """Tokens per time; `share` of the requests can accept drafts."""
         tokens = 1.0 + share * (self.expected_tokens(num_drafts) - 1.0)
         return tokens / self._cost(rung, num_drafts)
 

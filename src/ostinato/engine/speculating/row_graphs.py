@@ -1,4 +1,4 @@
-"""Graphs that find everything in the rows of their requests: drafts, and acceptance behind other graphs."""
+"""Graphs whose only input is row numbers: drafts, and acceptance after other graphs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def row_graphs(
     state: Mapping[str, Tensor] | None = None,
     padding: bool = True,
 ) -> CudaGraphRunner:
-    """A runner of `step(req_rows, descriptor)` over batches that verify drafts, `most` tokens of a request at
-    most; captured for these numbers of them. `state`: what a trial must not change, beside row 0."""
+    """A runner of `step(req_rows, descriptor)` over uniform batches with up to `most` tokens per request,
+    captured for `lengths` of them. `state`: what a trial must not change, besides row 0."""
     config, ladder = target.config, target.config.verify_ladder
     mode = GraphMode.NONE if config.graph_mode is GraphMode.NONE else GraphMode.FULL_DECODE_ONLY
     return CudaGraphRunner(
@@ -71,9 +71,9 @@ class HeldRows:
         self._held: tuple[IntArray | None, int] = (None, 0)
 
     def run(self, rows: IntArray, length: int) -> None:
-        """Launch for these rows, so many tokens each."""
+        """Launch for these rows, with `length` tokens each."""
         shape = BatchShape.decode(len(rows), length)
-        # If this fails on the way, nobody knows what the inputs are.
+        # If this fails midway, the contents of the inputs are unknown.
         (of, count), self._held = self._held, (None, 0)
         if of is rows and count == length and self._graphs.can_rerun(shape):
             self._graphs.rerun(shape)

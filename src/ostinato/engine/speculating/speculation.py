@@ -1,11 +1,11 @@
-"""Drafts and their verification, beside the forward graphs of a `ModelRunner`.
+"""Drafts and their verification, alongside the forward graphs of a `ModelRunner`.
 
 A step of k drafts is two launches: the drafter's graph, which writes `drafts` of its rows, and the forward
-pass over the last token and the drafts of each, which ends with acceptance (docs/speculation.md). Where there
-is no full graph for that, the forward pass runs as that of a prompt, and acceptance behind it: `run_tail`.
+pass over the last token and the drafts of each row, which ends with acceptance (docs/speculation.md). If
+there is no full graph for that, the forward pass runs like a prompt's, and acceptance after it: `run_tail`.
 
-Requests that ask for filters, biases or the like get one token from all that, as if they had no drafts; a
-graph behind it chooses all of their tokens, accepts, and tells it in a line of its own: `run_asking`.
+Requests that use filters, biases or the like get one token from this, as if they had no drafts. A further
+graph then chooses all of their tokens, accepts, and returns them in a line of its own: `run_asking`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .tiers import draft_tiers
 
 
 class Speculation:
-    """Who drafts, how many, and what is accepted."""
+    """Drafting, the number of drafts, and acceptance."""
 
     def __init__(self, runner: Target, config: SpeculativeConfig, drafter: Drafter) -> None:
         self.config = config
@@ -79,18 +79,18 @@ class Speculation:
             )
         self._can_draft = np.zeros(runner.config.max_rows, dtype=bool)
         self.counts = DraftCounts(config.num_speculative_tokens)
-        """What came of drafts."""
+        """Drafts and their acceptance."""
         self.single_requests: Counter[str] = Counter()
-        """Requests that get one token a step, by what they ask for."""
+        """Requests that get one token a step, by the feature that requires it."""
         self.policy = DraftPolicy(config, runner.config.verify_ladder)
-        """How many drafts a step has."""
+        """Decides how many drafts a step has."""
         is_piecewise = runner.config.graph_mode.decode is GraphMode.PIECEWISE
         self.tail = self._make_graphs(self._tail, is_captured=is_piecewise)
-        """Acceptance, where it is not part of the forward graph."""
+        """Acceptance, if it is not part of the forward graph."""
         self.asking = self._make_graphs(self._accept_asking, is_captured=True, padding=False)
-        """Acceptance for requests that ask for more than plain sampling."""
+        """Acceptance for requests that need more than plain sampling."""
         self.asked: Asked | None = None
-        """What they ask for; given by who samples."""
+        """What those requests ask for; set by the sampler."""
         self._asks = np.zeros(runner.config.max_rows, dtype=bool)
         self._all_plain = torch.ones_like(rows["is_plain"])
 
@@ -133,12 +133,12 @@ class Speculation:
         return self.drafter.graphs, self.tail, self.asking
 
     def capture(self, *, some: bool = False) -> None:
-        """Capture the graphs of drafts, and of acceptance where it is one of its own; `some`: the largest."""
+        """Capture the graphs of drafts, and of acceptance if separate; `some`: only the largest of each."""
         for graphs in self.runners:
             graphs.capture(graphs.keys[:1] if some else None, progress=False)
 
     def try_out(self) -> None:
-        """Run what has kernels of its own once, without a trace."""
+        """Run everything that has its own kernels once, without a trace."""
         self.drafter.try_out()
         for graphs in (self.tail, self.asking):
             for key in graphs.keys[:1]:
@@ -150,7 +150,7 @@ class Speculation:
             graphs.drop()
 
     def summary(self) -> SpeculationReport:
-        """What drafts brought since the start, and why there were none."""
+        """What drafts gained since the start, and why there were none."""
         eager = [graphs.eager_steps for graphs in self.runners]
         sizes = self.policy.chosen
         return SpeculationReport(
@@ -165,11 +165,11 @@ class Speculation:
         )
 
     def report(self) -> Report:
-        """Graphs of drafts and acceptance, and eager ones by reason."""
+        """Graphs of drafts and acceptance, and eager runs by reason."""
         return Report.joined([graphs.report() for graphs in self.runners])
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """What forward graphs read, beside what they read anyway."""
+        """What forward graphs read in addition."""
         found = {"drafts": self.state.drafts, "num_accepted": self.state.num_accepted}
         found |= self.drafter.named_tensors()
         found["draft_limits"] = self.state.limits
@@ -178,7 +178,7 @@ class Speculation:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Whoever is seated inside was never there."""
+        """Requests seated inside are forgotten at the end."""
         can_draft, asks, single = self._can_draft.copy(), self._asks.copy(), self.single_requests.copy()
         try:
             yield
@@ -188,7 +188,7 @@ class Speculation:
     # -- requests ----------------------------------------------------------------------------------
 
     def seat(self, request: Request, params: SamplingParams, *, is_plain: bool) -> None:
-        """Enter how many drafts of a newcomer can be accepted, and by whom."""
+        """Write how many drafts of a newcomer can be accepted, and by which graph."""
         follows = request.rules is not None and request.rules.follows_tokens
         why = why_single(params, is_processed=request.is_processed, follows_tokens=follows)
         row, most, write = request.row, self.config.num_speculative_tokens, self._runner.rows.write
@@ -199,16 +199,16 @@ class Speculation:
             self.single_requests[why] += 1
 
     def asking_in(self, step: ScheduledStep) -> IntArray:
-        """bool [R]: who of a step with drafts asks for more than plain sampling, and has them verified."""
+        """bool [R]: which requests of a step have drafts verified and need more than plain sampling."""
         found: IntArray = self._asks[step.rows]
         return found
 
     def choose(self, rows: IntArray) -> int:
-        """How many drafts the next step has, if requests in these rows decode."""
+        """How many drafts the next step has, if the requests in these rows decode."""
         return self.policy.choose(len(rows), int(np.count_nonzero(self._can_draft[rows])))
 
     def note(self, step: ScheduledStep, num_new: IntArray, accepted: IntArray) -> None:
-        """Count what came of a step's drafts; `accepted`: whose tokens were taken."""
+        """Count the results of a step's drafts; `accepted`: whose tokens were taken."""
         drafted = accepted & self._can_draft[step.rows]
         if drafted.any():
             self.counts.add(step.num_drafts, num_new[drafted] - 1)
@@ -219,27 +219,27 @@ class Speculation:
                 request.drafts.add(step.num_drafts, int(num_new[at]) - 1)
 
     def note_cost(self, step: ScheduledStep, seconds: float | None) -> None:
-        """A decode step took so long on the device, if anybody knows."""
+        """The device time of a decode step, if known."""
         if seconds is not None:
             self.policy.note_cost(step.num_requests, step.num_drafts, seconds)
 
     # -- a step ------------------------------------------------------------------------------------
 
     def draft(self, step: ScheduledStep) -> None:
-        """Launch the drafts of a step; where it has none, see to it that later ones miss nothing."""
+        """Launch the drafts of a step; if it has none, make sure that later ones miss nothing."""
         if step.num_drafts:
             self.drafter.run(step.rows, step.num_drafts)
         else:
             self.drafter.catch_up(step.rows[: step.num_requests - len(step.prompt_tokens)])
 
     def begin(self, req_rows: Tensor, query_len: int) -> VerifyInputs:
-        """Captured: the inputs of a forward pass over the last token and the drafts of each row. When the
-        step began was noted by the drafter."""
+        """Captured: the inputs of a forward pass over the last token and the drafts of each row. The drafter
+        has recorded when the step began."""
         state = self.state
         return begin_verify(req_rows, query_len, state.lengths, state.last_tokens, state.drafts, None)
 
     def accept(self, logits: Tensor, req_rows: Tensor, query_len: int, lines: TokenLines) -> None:
-        """Captured: draw, accept drafts, move rows on, and leave the new tokens in the next line."""
+        """Captured: draw, accept drafts, advance rows, and leave the new tokens in the next line."""
         accept(logits, req_rows, query_len, self._settings, self.state, self._rates, lines)
 
     def fill_in(
@@ -251,11 +251,11 @@ class Speculation:
         seq_lens: Tensor,
         query_lens: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Captured in steps of mixed lengths: tokens, positions and context lengths, as far as only the
-        device knows them, and lengths of rows moved on.
+        """Captured in steps of mixed lengths: fill in tokens, positions and context lengths that only the
+        device knows, and set the new lengths of rows.
 
-        A token below 0 is the last one of its row, or the draft behind it that its number says, and stands
-        there. A context of length LONGER or UNCHANGED goes on from where its row is.
+        A token below 0 stands for its row's last token, or for the draft that its number selects, at that
+        one's position. A context length of LONGER or UNCHANGED counts from the row's current length.
         """
         state = self.state
         own, count = state.lengths.index_select(0, req_rows), state.drafts.size(1)
@@ -273,7 +273,7 @@ class Speculation:
         return torch.where(is_known, input_ids, pending), torch.where(is_known, positions, of_tokens), whole
 
     def run_tail(self, step: ScheduledStep) -> Bunch:
-        """Accept drafts behind a forward pass that could not; how the new tokens come back."""
+        """Accept drafts after a forward pass that could not; returns the layout of the new tokens."""
         shape = BatchShape.decode(step.num_requests, step.query_len)
         decision = self.tail.decide(shape)
         self.tail.run({"req_rows": step.rows}, shape)
@@ -285,8 +285,8 @@ class Speculation:
         return ()
 
     def run_asking(self, step: ScheduledStep, is_asking: IntArray, bunch: Bunch) -> None:
-        """Choose the tokens of those who ask, and accept: behind a step that has given them one, in a next
-        line of the same form, so that only a graph of the same size will do."""
+        """Choose the tokens of the requests that need more, and accept. The step has already given them one
+        token in its line; this writes another line of the same layout, so only a graph of equal size fits."""
         rows = np.zeros(bunch.num_requests, dtype=np.int32)
         rows[: step.num_requests] = np.where(is_asking, step.rows, 0)
         self.asking.run({"req_rows": rows}, BatchShape.decode(bunch.num_requests, bunch.query_len))
@@ -299,11 +299,11 @@ class Speculation:
         places = torch.arange(descriptor.num_tokens, dtype=torch.int32, device=logits.device)
         found = []
         for at, lines in enumerate(places.split(count)):
-            # The step has moved them on by one already.
+            # The step has already advanced them by one.
             asked = self.asked._replace(lengths=state.lengths + at)
             found.append(tokens_of_asking(logits, req_rows, lines, asked))
         tokens = torch.cat(found).unsqueeze(1)
-        # One token is left in each line: acceptance can only draw that.
+        # Each line keeps a single token, so acceptance can only draw that one.
         theirs = is_real.repeat(descriptor.query_len).unsqueeze(1)
         kept = torch.where(theirs, 0.0, logits.gather(1, tokens))
         logits.masked_fill_(theirs, float("-inf")).scatter_(1, tokens, kept)

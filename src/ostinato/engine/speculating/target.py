@@ -1,4 +1,4 @@
-"""What speculation needs of the model whose tokens are drafted: a `ModelRunner`, seen from here."""
+"""What speculation needs of the target model: the part of `ModelRunner` that it uses."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ class Target(Protocol):
         ...
 
     def verify(self, hidden: Tensor, req_rows: Tensor, query_len: int) -> Tensor:
-        """Accept drafts behind a forward pass."""
+        """Accept drafts after a forward pass."""
         ...

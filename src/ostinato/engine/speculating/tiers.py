@@ -4,7 +4,7 @@ from .config import SpeculativeConfig
 
 
 def draft_tiers(config: SpeculativeConfig) -> tuple[int, ...]:
-    """In rising order; 0, for which there are plain graphs, is not among them."""
+    """In rising order; without 0, which uses the plain graphs."""
     most = config.num_speculative_tokens
     if config.schedule is not None:
         return tuple(sorted({min(drafts, most) for _, _, drafts in config.schedule} - {0}))

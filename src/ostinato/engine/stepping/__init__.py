@@ -1,1 +1,1 @@
-"""From a scheduled step to one on the device: rows, graphs, tokens on their way back."""
+"""From a scheduled step to one on the device: rows, graphs, and the return of tokens."""

@@ -1,12 +1,12 @@
 """The state of running requests on the device, one row each, and how the host changes it.
 
 All of it lies in one array of 32-bit cells, of which the host keeps a mirror: page table, lengths, last
-tokens, sampling parameters. What changed since the last step travels as (place, value) pairs in one packed
-copy and is put in place by one small graph, however many requests joined or got pages. A step in which
-nothing changed sends nothing.
+tokens, sampling parameters. Changes since the last step are sent as (place, value) pairs in one packed copy
+and written by one small graph, however many requests joined or got pages. A step without changes sends
+nothing.
 
-What the device itself moves on (lengths, last tokens) the mirror does not know: such a field is sent whenever
-it is written, all others only where they differ from what the row already has.
+The mirror does not follow what the device itself advances (lengths, last tokens): such a field is sent
+whenever it is written, all others only where they differ from the row's contents.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ..row_field import RowField
 from ..scheduling.request import IntArray
 
 RESERVED_CELLS = 2
-"""Nobody reads these: padded pairs are written there."""
+"""Never read: padded pairs are written there."""
 _LADDER = Ladder([64, 512, 4096])
 _FEW = 64
-"""Changes that are put in order without numpy."""
+"""Changes that are sorted without numpy."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class _Changes:
         return bool(self.spans or self.cells)
 
     def places(self) -> IntArray:
-        """Each cell once: a scatter promises no order among equal places."""
+        """Each cell once: a scatter guarantees no order among equal places."""
         if not self.spans and len(self.cells) == 1 and len(self.cells[0]) == 1:
-            return self.cells[0]  # a page, mostly
+            return self.cells[0]  # usually a page
         count = sum(end - begin for begin, end in self.spans) + sum(map(len, self.cells))
         if count <= _FEW:
             listed = [place for span in self.spans for place in range(*span)]
@@ -69,19 +69,19 @@ class _Changes:
             lengths = ends - begins
             offsets = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
             places = [*places, np.repeat(begins, lengths) + offsets]
-        # Sorted, which is several times as fast as numpy's `unique`, and mostly in order already.
+        # Sorting is several times as fast as numpy's `unique`, and the places are mostly in order already.
         ordered = np.sort(np.concatenate(places, dtype=np.int64), kind="stable")
         return ordered[np.append(True, ordered[1:] != ordered[:-1])]
 
 
 class DeviceRows:
-    """Per-request state at fixed addresses. Tensors of it by name: `rows["lengths"]`."""
+    """Per-request state at fixed addresses. Its tensors by name: `rows["lengths"]`."""
 
     def __init__(
         self, fields: Sequence[RowField], num_rows: int, pool: GraphPool, mode: GraphMode, warmups: int
     ) -> None:
-        """`num_rows` counts the reserved row 0; with mode NONE changes are put in place eagerly."""
-        # Those of 64 bits first: views need them aligned.
+        """`num_rows` includes the reserved row 0. With mode NONE changes are written eagerly."""
+        # 64-bit fields first: their views must be aligned.
         ordered = sorted(fields, key=lambda field: -field.dtype.itemsize)
         self._fields = {field.name: field for field in ordered}
         self._starts: dict[str, int] = {}
@@ -97,7 +97,7 @@ class DeviceRows:
         self._tensors = {name: self._device_view(self._fields[name], num_rows) for name in self._fields}
         self._changes = _Changes()
         self.scatter = self._make_scatter(mode, pool, warmups)
-        """The graphs that put changes in place."""
+        """The graphs that write changes."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A field of all rows on the device."""
@@ -115,7 +115,7 @@ class DeviceRows:
 
     @property
     def cells(self) -> torch.Tensor:
-        """Everything on the device as int32 [cells]; nobody reads the first `RESERVED_CELLS`."""
+        """Everything on the device as int32 [cells]; the first `RESERVED_CELLS` are never read."""
         return self._state
 
     @contextmanager
@@ -131,7 +131,7 @@ class DeviceRows:
             self._changes = unsent
 
     def write(self, name: str, row: int, values: float | Sequence[float], first: int = 0) -> None:
-        """Set a field of a row, of a list the values from `first` on; sent with the next `send`."""
+        """Set a field of a row, or of a list field the values from `first` on; sent with the next `send`."""
         field = self._fields[name]
         target = self._views[name]
         if field.width is None:
@@ -150,7 +150,7 @@ class DeviceRows:
             target[row, first : first + len(new)] = new
 
     def write_rows(self, name: str, rows: IntArray, value: float) -> None:
-        """Set a single value of 32 bits in many rows."""
+        """Set a single 32-bit value in many rows."""
         field = self._fields[name]
         assert field.width is None
         assert field.cells == 1
@@ -161,13 +161,13 @@ class DeviceRows:
             self._views[name][changed] = value
 
     def write_span(self, name: str, row: int, first: int, values: IntArray) -> None:
-        """Set the values of a list field of 32 bits in a row from `first` on, and send those that differ."""
+        """Set values of a 32-bit list field in a row, from `first` on; only those that differ are sent."""
         field = self._fields[name]
         assert field.width is not None
         assert field.cells == field.width
         assert not field.advances
         begin = self._starts[name] + row * field.width + first
-        # A row is often handed to a request that begins as its last tenant did.
+        # A row's next request often begins as its last tenant did.
         changed = (self._mirror[begin : begin + len(values)] != values).nonzero()[0]
         if len(changed):
             self._changes.cells.append(begin + changed)
@@ -180,7 +180,7 @@ class DeviceRows:
         columns: Sequence[int] | IntArray,
         values: Sequence[int] | IntArray,
     ) -> None:
-        """Set single values of a list field of 32 bits in many rows; of equal places the last one counts."""
+        """Set single values of a 32-bit list field in many rows; for equal places the last one counts."""
         field = self._fields[name]
         assert field.width is not None
         assert field.cells == field.width
@@ -204,23 +204,23 @@ class DeviceRows:
             dispatcher=Dispatcher(mode),
             pool=pool,
             options=CaptureOptions(warmups=warmups, freeze_gc=False),
-            state={},  # padded pairs go to cells nobody reads
+            state={},  # padded pairs go to cells that are never read
             kernels_of=lambda key: None,
         )
 
     def capture(self) -> None:
-        """Capture the graphs that put changes in place."""
+        """Capture the graphs that write changes."""
         self.scatter.capture(progress=False)
 
     def drop(self) -> None:
-        """Forget them."""
+        """Forget those graphs."""
         self.scatter.drop()
 
     def send(self) -> None:
-        """Bring all changes to the device, behind the steps launched so far.
+        """Send all changes to the device, after the steps launched so far.
 
-        If that fails, all of them are sent again next time; no step runs in between, so that nothing the
-        device has moved on is set back.
+        If that fails, all of them are sent again next time. No step runs in between, so nothing that the
+        device has advanced is set back.
         """
         if not self._changes:
             return

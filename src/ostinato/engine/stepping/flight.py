@@ -1,4 +1,4 @@
-"""A step on its way through the device, and what it brought when it has landed."""
+"""A step on its way through the device, and its results after it has landed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .whole_logprobs import told
 
 
 class Extras(NamedTuple):
-    """What a step brought a request beside its token."""
+    """What a step gave a request besides its token."""
 
     logprobs: dict[int, Logprob] | None = None
-    """Of that token and of the likeliest ones, if asked for."""
+    """Of that token and of the most likely ones, if requested."""
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
-    """By position in the prompt, those that this step brought, if asked for; the first token has none."""
+    """By position in the prompt, those from this step, if requested; the first token has none."""
     hidden: PromptStates | None = None
     """For an embedding whose prompt is computed: its hidden states."""
 
 
 class Progress(NamedTuple):
-    """What one step brought; where drafts were accepted, a part of it: the next token of each that has
+    """The results of one step; if drafts were accepted, a part of them: the next token of each that has
     one."""
 
     requests: tuple[Request, ...]
@@ -39,10 +39,10 @@ class Progress(NamedTuple):
     ended: tuple[Request, ...]
     """Those that ended with the step, with a token or without."""
     extras: dict[Request, Extras]
-    """Of those that got more than a token, or something else."""
+    """For requests that got more than a token, or something else."""
 
     def without(self, request_id: str) -> Progress:
-        """The same for everybody else."""
+        """The same without this request."""
         gone = {request for request in self.requests if request.request_id == request_id}
         return Progress(
             *self.without_tokens_of(gone)[:2],
@@ -51,7 +51,7 @@ class Progress(NamedTuple):
         )
 
     def without_tokens_of(self, gone: Collection[Request]) -> Progress:
-        """The same, but these get no token, and nothing beside it."""
+        """The same, but these requests get no token and no extras."""
         kept = [at for at, request in enumerate(self.requests) if request not in gone]
         if len(kept) == len(self.requests):
             return self
@@ -65,7 +65,7 @@ class Progress(NamedTuple):
 
 @dataclass(eq=False)
 class Flight:
-    """A step from its launch until its results are taken in."""
+    """A step from its launch until its results are processed."""
 
     step: ScheduledStep
     launched: Launched | None = None
@@ -73,26 +73,26 @@ class Flight:
     prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
     """By request and position."""
     hidden: dict[str, PromptStates] = field(default_factory=dict)
-    """By request, of embeddings."""
+    """By request, for embeddings."""
     constrained: list[int] = field(default_factory=list)
-    """Which of its requests get their token from a grammar."""
+    """Indices of its requests whose tokens follow a grammar."""
     whole_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """By place, of those that want all of their distribution."""
+    """By place, for requests that want their whole distribution."""
     follows: bool = False
     """Whether another step was under way when it was launched..."""
     is_timed: bool = False
-    """...and the device notes its beginning."""
+    """...and the device records when it began."""
     launch_seconds: float = 0.0
-    """What its launch took: on a CPU all of it."""
+    """The duration of its launch: on a CPU that of the whole step."""
     error: str | None = "the step was interrupted before it was launched"
-    """Why it was not launched to the end, or not read; None once it was launched."""
+    """Why it was not fully launched, or not read; None once it was launched."""
     landed: tuple[Progress, ...] | None = None
-    """What it brought, from when that is in the books until `step` returns it."""
+    """Its results, from when they are in the books until `step` returns them."""
 
     def progress(
         self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
     ) -> tuple[Progress, ...]:
-        """What it brought, one token of each after another; `ended` are those that the first ones ended."""
+        """Its results, one token of each request after another; `ended`: requests ended by the first ones."""
         extras = self._extras(done, sampled, ended)
         first = Progress(*self._tokens_of(done.tokens, done.accepted), ended, extras)
         if not done.further:
@@ -113,7 +113,7 @@ class Flight:
         self, done: CompletedStep, sampled: Sampled | None, ended: tuple[Request, ...]
     ) -> dict[Request, Extras]:
         found: dict[Request, Extras] = {}
-        # In a decode step only those who asked for logprobs can have any.
+        # In a decode step only requests that want logprobs can have extras.
         asking = () if sampled is None or sampled.told is None else sampled.told.tolist()
         has_more = self.prompt_logprobs or self.hidden or self.whole_logprobs
         for at in range(self.step.num_requests) if has_more else asking:
@@ -144,7 +144,7 @@ def _logprobs(request: Request, sampled: Sampled | None, at: int) -> dict[int, L
     values = sampled.logprobs[at, : asked + 1].tolist()
     tokens = sampled.logprob_tokens[at, : asked + 1].tolist()
     ranks = [int(sampled.ranks[at]), *range(1, asked + 1)]
-    # The sampled token comes first and may be among the likeliest as well.
+    # The sampled token comes first and may also be among the most likely.
     found: dict[int, Logprob] = {}
     for token, value, rank in zip(tokens, values, ranks, strict=False):
         found.setdefault(token, Logprob(value, rank))

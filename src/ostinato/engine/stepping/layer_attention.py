@@ -1,4 +1,4 @@
-"""Attention of a model's layers over its KV cache: inside of graphs, between their segments, or eagerly."""
+"""Attention of a model's layers over its KV cache: inside graphs, between their segments, or eagerly."""
 
 import functools
 
@@ -17,31 +17,31 @@ from .step_inputs import ON_DEVICE
 
 
 class LayerAttention:
-    """Where a piecewise graph is cut."""
+    """The place where a piecewise graph is cut."""
 
     def __init__(self, backend: AttentionBackend, model: ModelConfig, kv: KVCache) -> None:
         self._backend, self._model, self._kv = backend, model, kv
         self._heads = eager_boundary(self._from_heads)
         self._rows = eager_boundary(self._from_rows)
         self.lengths: HostLengths | None = None
-        """Of the step, where attention runs outside of graphs; None: it is inside of one."""
+        """The step's lengths, if attention runs outside graphs; None: it runs inside one."""
 
     def prepare(self) -> None:
-        """Make what graphs need and cannot make themselves."""
+        """Prepare what graphs need and cannot allocate themselves."""
         if self._backend.keep_beside is not None:
             for layer in range(self._model.num_layers):
                 self._backend.keep_beside(self._kv.layer(layer)[0])
 
     def over(self, batch: AttentionBatch) -> Attend:
-        """That of one step."""
+        """The attention of one step."""
         heads = functools.partial(self._heads, batch)
         if self._backend.attend_qkv is None:
             return heads
         return StepAttention(heads, functools.partial(self._rows, batch))
 
     def of_last_tokens(self, batch: AttentionBatch, places: Tensor) -> Attend:
-        """That of the last token of each request, which stand at `places` of the step: for a last layer.
-        Inside of graphs only."""
+        """The attention of only the last token of each request, at `places` of the step: for a last layer.
+        Inside graphs only."""
         last = batch.of_last_tokens()
 
         def from_heads(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ class LayerAttention:
             assert self._backend.store_qkv is not None
             caches, num_heads = self._kv.layer(layer), self._model.num_heads
             self._backend.store_qkv(rows, heads, *caches, batch, num_heads=num_heads)
-            # Attention of single tokens reads keys before it waits for the kernel before it. That one is of
-            # torch's, which begins when all keys are stored, and is waited for to its end.
+            # Attention of single tokens reads keys before it waits for the preceding kernel. Here that one is
+            # torch's: it starts only after all keys are stored, and is waited for until it ends.
             rows = joined(rows, caches[0].dtype).index_select(0, places)
             return self._from_rows(last, layer, rows, heads)
 

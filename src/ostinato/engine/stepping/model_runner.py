@@ -1,4 +1,4 @@
-"""Runs model steps: every one through `CudaGraphRunner`, from a graph or eagerly with a reason."""
+"""Runs model steps: each through `CudaGraphRunner`, from a graph or eagerly with a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from .token_return import TokenReturn
 
 
 class _Held(NamedTuple):
-    """What the inputs of the last decode step were made of, and the shape that served it."""
+    """What the inputs of the last decode step were made from, and the shape that served it."""
 
     rows: IntArray | None
     shared_prefix: int
@@ -66,24 +66,24 @@ class _Held(NamedTuple):
     shape: BatchShape
 
     def is_for(self, step: ScheduledStep) -> bool:
-        """Whether the step needs no other."""
+        """Whether the step needs no new inputs."""
         of_step = step.shared_prefix, step.num_drafts
         return step.rows is self.rows and of_step == (self.shared_prefix, self.num_drafts)
 
 
 _FEW = 4
-"""Changes of the page table that are written one by one: long ones, of prompts."""
+"""Up to this many changes of the page table are written one by one: they are long ones, of prompts."""
 _NOTHING = _Held(None, 0, 0, BatchShape.decode(1))
 
 
 class ModelRunner:
     """A model, its KV cache, the rows of its requests and its graphs.
 
-    What outlives a replay is in static buffers: the logits of each request's last token in `logits`, which
-    sampling reads, and the hidden states of a mixed step's tokens in `hidden`, for prompt logprobs and
-    embeddings (graphs for steps without these leave none, see `PlannedGraphs`). The token sampled last in
-    each row is in `last_tokens`, where the next step finds it, and the time at which the last decode step
-    began in `began`. Decode steps end with plain sampling.
+    Static buffers hold what outlives a replay: in `logits` the logits of each request's last token, which
+    sampling reads; in `hidden` the hidden states of a mixed step's tokens, for prompt logprobs and embeddings
+    (graphs for steps without these leave none, see `PlannedGraphs`); in `last_tokens` the token sampled last
+    in each row, where the next step finds it; in `began` the time at which the last decode step began. Decode
+    steps end with plain sampling.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class ModelRunner:
         adapters: AdapterStacks | None = None,
         draft: DraftParts | None = None,
     ) -> None:
-        """`memory`: what graphs are made of, if not torch's. `adapters`: where those of requests are.
-        `draft`: a model that drafts, where one was asked for."""
+        """`memory`: where graphs allocate, if not from torch. `adapters`: those of requests. `draft`: the
+        draft model, if there is one."""
         self.model = model
         self.adapters = adapters
         self.kv = kv
@@ -129,13 +129,13 @@ class ModelRunner:
         self.hidden = torch.zeros(tokens, shape.hidden_size, dtype=config.dtype, device=device)
         self.began = torch.zeros(1, dtype=torch.int64, device=device)
         self.missed_cascades: Counter[Reason] = Counter()
-        """Steps whose attention should have read a shared prefix once, and had no graph that does."""
+        """Steps whose attention should have read a shared prefix once, but had no graph for it."""
         self._why_no_cascade: Reason | None = None
         self.kv_bytes_per_token = sum(cache[0, 0].nbytes for cache in kv.layer(0))
         """Of one layer."""
         self.notes_beginning = False
-        """Whether the last step ran from a decode graph, which notes the time in `began`."""
-        # A line a step, or two with drafts, and as many again: a step that failed may have written one, too.
+        """Whether the last step ran from a decode graph, which records the time in `began`."""
+        # One line per step, two with drafts, and as many again: a failed step may have written one, too.
         places = max(running, verified_line(verified, 1 + config.max_drafts))
         num_lines = (2 if config.speculation is None else 4) * (config.lookahead + 2)
         self.returned = TokenReturn(self.last_tokens, self.began, places, num_lines)
@@ -143,9 +143,9 @@ class ModelRunner:
         self.has_sampled = False
         """Whether the last step has chosen the tokens of its plain requests."""
         self.bunch: Bunch | None = None
-        """How they come back, if the last step has verified drafts."""
+        """The layout of the tokens, if the last step verified drafts."""
         self.speculation = make_speculation(self)
-        """Who drafts tokens and verifies them; None: nobody."""
+        """Drafts tokens and verifies them; None: no speculation."""
         self._one_token_each = torch.arange(running, dtype=torch.int32, device=device)
         self._contexts = [bucket for bucket in config.context_buckets if bucket is not None]
         self._layers = LayerAttention(attention, model.config, kv)
@@ -181,7 +181,7 @@ class ModelRunner:
                 freeze_gc=not asked.enable_cudagraph_gc,
                 debug_log=asked.cuda_graph_debug_log,
             ),
-            # Padding writes page 0 only, and the logits belong to nobody between steps.
+            # Padding writes page 0 only, and the logits are unused between steps.
             state=self.returned.state,
             dummy=self._dummy,
             kernels_of=planned.warmed_with,
@@ -214,7 +214,7 @@ class ModelRunner:
         return report
 
     def update_pages(self, updates: Sequence[PageUpdate]) -> None:
-        """Enter changes into the page table; `rows.send` brings them to the device."""
+        """Write changes into the page table; `rows.send` copies them to the device."""
         if len(updates) <= _FEW:
             for update in updates:
                 self.rows.write_span("page_table", *update)
@@ -225,7 +225,7 @@ class ModelRunner:
             self.rows.write_cells("page_table", np.repeat(rows, lengths), columns, np.concatenate(pages))
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Enter the adapters of newcomers, and what drafts need; `rows.send` brings it to the device."""
+        """Write the adapters of newcomers, and what drafts need; `rows.send` copies it to the device."""
         if self.speculation is not None:
             self.speculation.drafter.join(requests)
         if self.adapters is not None:
@@ -233,7 +233,7 @@ class ModelRunner:
                 self.rows.write("adapter_slots", request.row, request.adapter_slot)
 
     def update_prefix(self, step: ScheduledStep) -> None:
-        """Enter what the step's requests share, if it pays to know; `rows.send` brings it to the device."""
+        """Write the prefix that the step's requests share, if a cascade pays; `rows.send` sends it."""
         if not self._held.is_for(step) and self._wants_cascade(step):
             self.rows.write_rows("prefix_lens", step.rows, step.shared_prefix)
 
@@ -244,11 +244,11 @@ class ModelRunner:
         return shared_prefix.pays(step.num_requests, shared, self.kv_bytes_per_token)
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
-        """One step; the logits of each request's last token, good until the next step."""
+        """Run one step; the logits of each request's last token are valid until the next step."""
         if self.speculation is not None:
             self.speculation.draft(step)
-        # While the rows stay the same, a decode graph needs nothing new; its bucket of contexts may change.
-        # If this fails on the way, nobody knows what the inputs are.
+        # While the rows stay the same, a decode graph needs no new inputs; its bucket of contexts may change.
+        # If this fails midway, the contents of the inputs are unknown.
         held, self._held = self._held, _NOTHING
         is_same = held.is_for(step)
         shape = held.shape if is_same and not self._contexts else self.shape_of(step)
@@ -264,8 +264,8 @@ class ModelRunner:
         self.notes_beginning = decision.descriptor is not None and descriptor.is_uniform
         self.has_sampled = self.samples(descriptor)
         self.bunch = Bunch(descriptor.num_reqs, step.query_len) if step.num_drafts else None
-        # Only a full graph has attention inside; between segments and eagerly it wants the real lengths. Of
-        # requests whose drafts are being verified nobody knows them.
+        # Only a full graph contains attention; between segments and eagerly, attention needs the real
+        # lengths. The host does not know them for requests whose drafts are being verified.
         is_known = self.speculation is None or not self.config.lookahead
         if decision.mode is GraphMode.FULL:
             self._layers.lengths = None
@@ -282,7 +282,7 @@ class ModelRunner:
         return logits
 
     def run_from(self, graph: CapturedGraph, step: ScheduledStep, *, poison: bool = False) -> torch.Tensor:
-        """One step from this very graph, whichever `run` would take; the line it may write is not counted."""
+        """One step from exactly this graph, whichever `run` would choose; a line it writes is not counted."""
         self._layers.lengths = None if graph.key.mode is GraphMode.FULL else host_lengths(step)
         self._held = _NOTHING
         shape = BatchShape(
@@ -294,7 +294,7 @@ class ModelRunner:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Rows, lines and what they count are put back at the end; inputs are held by nobody."""
+        """Rows, lines and their counts are restored at the end; the inputs then count as unknown."""
         lengths, sampled, notes = self._layers.lengths, self.has_sampled, self.notes_beginning
         counts = nullcontext() if self.speculation is None else self.speculation.unchanged()
         try:
@@ -320,7 +320,7 @@ class ModelRunner:
         context = 0
         if self._contexts:
             context = self._contexts[bisect_left(self._contexts, int(step.seq_lens.max()))]
-        # Bits depend on shapes, so that invariance means: no step gets a shape of its own.
+        # Results depend on shapes bit by bit, so invariance means that no step gets a shape of its own.
         is_decode = step.is_uniform_decode and not self.config.config.batch_invariant
         query_len = step.query_len if is_decode else None
         num_tokens = step.total_tokens
@@ -355,9 +355,9 @@ class ModelRunner:
         query_lens: torch.Tensor,
         descriptor: BatchDescriptor,
     ) -> torch.Tensor:
-        """What is captured: token ids to logits. A negative id is the token sampled last in its row.
+        """What is captured: token ids to logits. A negative id stands for the token sampled last in its row.
 
-        In a decode step, on to the tokens of those requests that are plain.
+        A decode step also chooses the tokens of its plain requests.
         """
         query_len, speculation = descriptor.query_len, self.speculation
         if query_len is not None and query_len > 1:
@@ -421,11 +421,11 @@ class ModelRunner:
         return LastTokens(places, self._layers.of_last_tokens(batch, places), adapters)
 
     def verify(self, hidden: torch.Tensor, req_rows: torch.Tensor, query_len: int) -> torch.Tensor:
-        """Captured, behind the forward pass of as many tokens of each request: accept drafts, from the states
-        [T, H]. Logits of each request's first token, as those of a step without drafts."""
+        """Captured, after a forward pass over `query_len` tokens of each request: accept drafts, from the
+        states [T, H]. Returns the logits of each request's first token, as in a step without drafts."""
         assert self.speculation is not None
         num_requests = req_rows.size(0)
-        # All first tokens, then all second ones: whoever samples behind this finds what it always finds.
+        # All first tokens, then all second ones: sampling after this finds them where it always does.
         by_place = hidden.view(num_requests, query_len, -1).transpose(0, 1).reshape(hidden.shape)
         logits = self.logits[: hidden.size(0)]
         self.model.logits(by_place, logits)
@@ -433,7 +433,7 @@ class ModelRunner:
         return logits[:num_requests]
 
     def _dummy(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
-        """Nothing but padding. Attention between segments has no request to work on."""
+        """Padding only. Attention between segments has no request to work on."""
         eager_attention = (
             self.graphs.dispatcher.mode.mixed is GraphMode.PIECEWISE and not descriptor.is_uniform
         )

@@ -1,7 +1,7 @@
-"""The tokens of requests that ask for a temperature and a seed at most: chosen at the end of a decode graph.
+"""Tokens of requests with at most a temperature and a seed: chosen at the end of a decode graph.
 
-So most steps are one graph. Requests that ask for more are passed over here; a sampling graph behind the
-decode graph serves them, and nobody else, and puts their tokens into the same line.
+So most steps are one graph. Requests that need more are skipped here; a sampling graph after the decode graph
+serves only them, and writes their tokens into the same line.
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from .token_return import TokenReturn
 
 
 class PlainSampling:
-    """What a graph calls once the logits are there."""
+    """Called by a graph once the logits are there."""
 
     def __init__(self, rows: DeviceRows, logits: Tensor, returned: TokenReturn) -> None:
         self._logits = logits

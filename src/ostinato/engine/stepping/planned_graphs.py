@@ -18,15 +18,16 @@ from . import shared_prefix
 from .step_inputs import max_context
 
 LAST_TOKENS = "last tokens"
-"""`BatchDescriptor.extra` of graphs whose last layer goes on with the last tokens of requests alone."""
+"""`BatchDescriptor.extra` of graphs whose last layer continues only with the last token of each request."""
 _LEAST_TOKENS = 1024
 _TIMES_REQUESTS = 4
-"""From so many tokens on, and so many times as many as there may be requests, the last layer is much shorter
-that way: a 32nd of all products of Llama-3.1-8B. Below, a layer takes as long as reading its weights."""
+"""From this many tokens on, and this many times the maximum number of requests, the last layer is much
+shorter that way: a 32nd of all products of Llama-3.1-8B. Below, a layer takes as long as reading its
+weights."""
 
 
 class PlannedGraphs:
-    """Known before any of them is captured."""
+    """The list of graphs, known before any of them is captured."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class PlannedGraphs:
         """`of_drafts`: graphs that verify drafts; None: there are no drafts."""
         self._model, self._config = model, config
         self._tokens_alone: frozenset[int] = frozenset()
-        """Steps of so many tokens that have graphs for one request alone, see `_keys_alone`."""
+        """Token counts that have graphs for a single request, see `_keys_alone`."""
         asked = config.config
         keys = capture_keys(
             mode,
@@ -58,7 +59,7 @@ class PlannedGraphs:
             if not key.descriptor.cascade or key.descriptor.num_reqs >= shared_prefix.LEAST_REQUESTS
         ]
         self.most_with_all_states: float = math.inf
-        """Steps of more tokens have graphs of `LAST_TOKENS`, unless somebody wants all states."""
+        """Steps of more tokens use graphs of `LAST_TOKENS`, unless someone needs all states."""
         if asked.batch_invariant:
             keys = [key for key in keys if not key.descriptor.is_uniform]
         elif of_drafts is None:
@@ -68,11 +69,11 @@ class PlannedGraphs:
         self.keys = [*keys, *(of_drafts or ())]
 
     def _keys_alone(self, keys: Sequence[GraphKey], attention: AttentionBackend) -> list[GraphKey]:
-        """Graphs for few tokens of one request, as a prompt has them of which all else is cached.
+        """Graphs for a few tokens of a single request, such as the end of a prompt that is otherwise cached.
 
-        They lie as the tokens of a request do whose drafts are verified, and there is a kernel that reads a
-        context once for these; of several requests the host's tokens lie close together. With drafts there
-        are none: who takes hidden states of a step for the next ones was never measured with them.
+        Such tokens lie like those of a request whose drafts are verified, and for these there is a kernel
+        that reads the context once; tokens of several requests are packed instead. With drafts there are no
+        such graphs: drafters that take hidden states from steps were never measured with them.
         """
         model = self._model.config
         if attention.most_places is None:
@@ -91,10 +92,11 @@ class PlannedGraphs:
         return [key._replace(descriptor=replace(key.descriptor, num_reqs=1)) for key in few]
 
     def _keys_of_last_tokens(self, keys: Sequence[GraphKey]) -> list[GraphKey]:
-        """With graphs for long prompts whose last layer computes no more than their ends.
+        """Adds graphs for long prompts whose last layer computes only the last tokens.
 
-        Those that compute all of it, for prompt logprobs and embeddings, stay for the largest step and for
-        powers of two: they are rarely asked for, and each costs a capture. Where nothing is padded all stay.
+        Of the graphs that compute all of it, for prompt logprobs and embeddings, only the largest and those
+        for powers of two stay: they are rarely used, and each costs a capture. Without padding all of them
+        stay.
         """
         long = [
             key
@@ -116,7 +118,7 @@ class PlannedGraphs:
         return [*of_last_tokens, *(key for key in keys if key not in dropped)]
 
     def has_equal_places(self, descriptor: BatchDescriptor) -> bool:
-        """Whether the tokens of each of its requests lie at places that follow from its number."""
+        """Whether the places of each request's tokens follow from the request's number."""
         is_alone = descriptor.num_reqs == 1 and descriptor.num_tokens in self._tokens_alone
         return descriptor.is_uniform or is_alone
 
@@ -126,7 +128,7 @@ class PlannedGraphs:
         is_decode, device = query_len is not None, self._config.device
         if device.type != "cuda":
             return key.mode, query_len, key.descriptor.cascade, key.descriptor.lora
-        # Where drafts are verified, every token has logits.
+        # When drafts are verified, every token has logits.
         num_predicted = key.descriptor.num_reqs if query_len is None else num_tokens
         kernels = kernel_class(
             self._model.products_of(num_tokens, num_predicted),
@@ -149,21 +151,21 @@ class PlannedGraphs:
         return key.mode, query_len, kernels, attention
 
     def _kernels_of_last_tokens(self, descriptor: BatchDescriptor) -> Hashable:
-        """Those of a decode step, all but its head."""
+        """The kernels of a decode step without its head."""
         model, count = self._model.config, descriptor.num_reqs
         heads = model.num_heads, model.num_kv_heads
         of_model, on = self._model.products_of(count, count), (self._config.dtype, self._config.device)
         return kernel_class(of_model, count, *heads, *on, is_decode=True, num_slots=descriptor.lora)
 
     def warmed_with(self, key: GraphKey) -> Hashable:
-        """Equal for graphs of which one warm-up is enough: with and without adapters, too.
+        """Equal for graphs that can share one warm-up; with and without adapters count as the same.
 
-        What a warm-up makes is a library's or attention's, and the same; kernels were compiled before.
+        A warm-up prepares only libraries and attention, which are the same; kernels were compiled before.
         """
         return self.kernels_of(key._replace(descriptor=replace(key.descriptor, lora=0)))
 
     def widens(self, key: GraphKey) -> bool:
-        """Whether its gates and ups are tensors: the largest of a step, where there are."""
+        """Whether its gates and ups are stored as tensors: the largest of a step, where they occur."""
         of, config = key.descriptor, self._config
         return any(
             products.widens(shape, of.num_tokens, config.dtype, config.device, adapted=bool(of.lora))
@@ -177,12 +179,12 @@ def _is_power_of_2(number: int) -> bool:
 
 
 def has_whole_contexts(model: ModelConfig, config: ResolvedConfig) -> bool:
-    """Whether there is a layer in which a token sees all that is before it."""
+    """Whether a layer exists in which a token sees everything before it."""
     return any(window is None or window >= config.max_model_len for window in model.layer_windows)
 
 
 def queries_of(model: ModelConfig, config: ResolvedConfig, descriptor: BatchDescriptor) -> Queries:
-    """What attention of a prompt or a mixed batch knows."""
+    """What attention knows about a prompt or a mixed batch."""
     return Queries(
         dtype=config.dtype,
         num_tokens=descriptor.num_tokens,

@@ -1,4 +1,4 @@
-"""The hidden states of prompts that are embedded: added up on the device, one line each comes to the host."""
+"""Hidden states of prompts to embed: summed up on the device, one result per prompt comes to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..scheduling.request import Request
 
 
 class PromptStates:
-    """What became of the states of a whole prompt; on its way to the host until it is read."""
+    """The states of a whole prompt, summarised; on their way to the host until read."""
 
     def __init__(self, both: Tensor, num_tokens: int) -> None:
         """`both` [2, H], float32: the sum of all states, and the last one."""
@@ -44,10 +44,11 @@ class PromptSums:
         self._sums: Tensor | None = None
 
     def add(self, request: Request, states: Tensor, start: int) -> PromptStates | None:
-        """Take in the states [t, H] of the request's tokens from `start` on; all of them with the last ones.
+        """Add the states [t, H] of the request's tokens from `start` on; returns the result with the last of
+        them.
 
-        Behind the step that computes them. A request that was preempted begins again at its first token, and
-        so does whoever gets its row.
+        Call it after the step that computes them. A preempted request starts again at its first token, as
+        does the next request in its row.
         """
         if self._sums is None:  # most engines never embed anything
             size = self._num_rows, states.size(1)

@@ -7,15 +7,15 @@ from ostinato.kernels.lora import NO_ADAPTER
 from ..row_field import RowField
 
 MAX_BIASES = 512
-"""Tokens one request may bias."""
+"""Tokens that one request may bias."""
 MAX_BANNED = 16
-"""End-of-sequence and stop tokens that min_tokens can hold off."""
+"""End-of-sequence and stop tokens that min_tokens can suppress."""
 
 
 def row_fields(page_columns: int, *, has_adapters: bool = False) -> tuple[RowField, ...]:
     """The fields of a row, for requests of at most `page_columns` pages."""
     real, integer = torch.float32, torch.int32
-    # Behind all others, which lie where they do without adapters.
+    # After all others, which then lie where they do without adapters.
     of_adapters = (RowField("adapter_slots", integer, initial=NO_ADAPTER),) if has_adapters else ()
     return (
         RowField("lengths", integer, advances=True),

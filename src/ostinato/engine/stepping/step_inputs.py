@@ -1,4 +1,4 @@
-"""What a step brings from the host: the inputs of its graphs, and lengths for attention outside of these."""
+"""What a step sends from the host: the inputs of its graphs, and lengths for attention outside them."""
 
 import torch
 
@@ -11,16 +11,16 @@ from ..scheduling.scheduled_step import ScheduledStep
 from ..speculating.fields import LONGER, UNCHANGED
 
 ON_DEVICE = HostLengths((), (), ())
-"""Lengths that only the device knows, of a step whose attention is outside of graphs."""
+"""Lengths that only the device knows, for a step whose attention runs outside graphs."""
 
 
 def step_fields(vocab_size: int, max_model_len: int) -> tuple[Field, ...]:
     """The inputs of a step.
 
     Padded tokens belong to row 0, whose pages are all page 0; padded requests have no tokens. A decode graph
-    uses `req_rows` alone: what else it needs is in those rows. Poisoned padding has any token at any place
-    of page 0, and contexts of any length on that page. Where tokens are drafted, the host does not know the
-    lengths of requests that decode: see `Speculation.fill_in`.
+    uses only `req_rows`: everything else it needs is in those rows. Poisoned padding has any token at any
+    place of page 0, and contexts of any length on that page. With drafts, the host does not know the lengths
+    of decoding requests: see `Speculation.fill_in`.
     """
     last = min(PAGE_SIZE, max_model_len) - 1
     return (
@@ -35,8 +35,8 @@ def step_fields(vocab_size: int, max_model_len: int) -> tuple[Field, ...]:
 
 
 def inputs_of(step: ScheduledStep, *, is_drafting: bool = False) -> dict[str, IntArray]:
-    """What a step brings from the host. `is_drafting`: the device alone knows how long requests are that
-    decode, see `Speculation.fill_in`."""
+    """The inputs of a step. `is_drafting`: only the device knows the lengths of decoding requests, see
+    `Speculation.fill_in`."""
     seq_lens = step.seq_lens
     if is_drafting:
         seq_lens = seq_lens.copy()
@@ -58,5 +58,5 @@ def host_lengths(step: ScheduledStep) -> HostLengths:
 
 
 def max_context(config: ResolvedConfig, descriptor: BatchDescriptor) -> int:
-    """No request of a step is longer."""
+    """An upper bound on the context length of a step's requests."""
     return min(descriptor.context or config.max_positions, config.page_columns * PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""Where the time goes: CPU time of steps by part, and start-up by phase."""
+"""Where the time goes: CPU time of steps by part, and startup by phase."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from time import perf_counter, perf_counter_ns
 
 @dataclass(frozen=True)
 class StepTimes:
-    """CPU time of the steps of a while."""
+    """CPU time of the steps in a period."""
 
     steps: int
     """Steps launched."""
     microseconds: dict[str, float]
-    """In all, by part: `schedule` (what the next step computes), `launch` (rows, forward and sampling
-    graphs), `wait` (for the tokens of the step before), `complete` (books on them), `deliver` (text, stop
-    strings, outputs)."""
+    """In total, by part: `schedule` (choosing what the next step computes), `launch` (rows, forward and
+    sampling graphs), `wait` (for the tokens of the step before), `complete` (updating the books), `deliver`
+    (text, stop strings, outputs)."""
     device_microseconds: float = 0.0
-    """By the device's clock, over decode steps that were launched while the step before was under way: from
-    the end of that one to their own. 0 where there is no GPU."""
+    """By the device's clock, over decode steps launched while the step before was under way: from that step's
+    end to their own. 0 without a GPU."""
     idle_microseconds: float = 0.0
-    """Of these, until the decode step began: the device had nothing to do, or rows to put in place."""
+    """The part of it before the decode step began: the device was idle, or was updating rows."""
 
     @property
     def idle_share(self) -> float:
@@ -45,7 +45,7 @@ class OneStep:
 
 
 class StepClock:
-    """Adds up nanoseconds by part; each `lap` ends where the next part begins."""
+    """Sums up nanoseconds by part; each `lap` ends where the next part begins."""
 
     PARTS = ("schedule", "launch", "wait", "complete", "deliver")
 
@@ -55,7 +55,7 @@ class StepClock:
 
     @contextmanager
     def recording(self) -> Iterator[list[OneStep]]:
-        """Each step that begins and ends inside, by itself; the list is filled at the end."""
+        """Each step that begins and ends inside, separately; the list is filled at the end."""
         found: list[OneStep] = []
         self._marks = []
         try:
@@ -68,7 +68,7 @@ class StepClock:
                 found.append(OneStep((ended - began) / 1000, spent))
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start over."""
         self.steps = 0
         self._nanoseconds = dict.fromkeys(self.PARTS, 0)
         self._began = perf_counter_ns()
@@ -82,16 +82,16 @@ class StepClock:
             self._marks.append((self._began, tuple(self._nanoseconds.values())))
 
     def lap(self, part: str) -> None:
-        """The time since the last lap or start was for this part."""
+        """Attribute the time since the last lap or start to this part."""
         now = perf_counter_ns()
         self._nanoseconds[part] += now - self._began
         self._began = now
 
     def on_device(self, span: tuple[int, int] | None, *, counts: bool) -> float | None:
-        """A step was on the device: when it began and ended, in nanoseconds of the device's clock, if known.
+        """A step ran on the device: when it began and ended, in nanoseconds of the device's clock, if known.
 
-        `counts`: whether its beginning is, and it was launched while the one before was under way. Returns
-        the seconds between the end of that one and its own, if both are known.
+        `counts`: whether its beginning is known, and it was launched while the step before was under way.
+        Returns the seconds from that step's end to its own, if both are known.
         """
         if span is None:
             self._device_ended = None
@@ -113,7 +113,7 @@ class StepClock:
 
 @dataclass
 class StartupTimes:
-    """Seconds by phase, in the order in which they were."""
+    """Seconds by phase, in the order in which the phases came."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -127,7 +127,7 @@ class StartupTimes:
             self.add(name, perf_counter() - began)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count time that was measured elsewhere."""
+        """Add time measured elsewhere."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def read(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Sampled tokens on their way to the host, and there.
+"""Sampled tokens, on their way to the host and on it.
 
-On a GPU the last kernel of a step writes the tokens into pinned memory itself, and log-probabilities if they
-are asked for: no copy is queued behind the graph, and the host only waits for an event.
+On a GPU the last kernel of a step writes the tokens into pinned memory itself, with log-probabilities if
+requested: no copy is queued after the graph, and the host only waits for an event.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from ..speculating.bunch import Bunch
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens of a step, on the host; good until as many lines later as the ring has."""
+    """The tokens of a step, on the host; valid until the ring of lines has come round."""
 
     tokens: IntArray
     """int64 [R]."""
     logprobs: IntArray | None = None
-    """float32 [R, 1 + n]: of the sampled token, then of the n likeliest; None if nobody asked. Who did not
-    ask has zeros, who asked for less than n has anything behind them."""
+    """float32 [R, 1 + n]: of the sampled token, then of the n most likely; None if no request wants them.
+    Requests without logprobs have zeros, those with fewer than n have arbitrary values after their own."""
     logprob_tokens: IntArray | None = None
-    """int64 [R, 1 + n]: whose they are."""
+    """int64 [R, 1 + n]: their tokens."""
     ranks: IntArray | None = None
-    """int64 [R]: of the sampled tokens; 1 is the likeliest."""
+    """int64 [R]: ranks of the sampled tokens; 1 is the most likely."""
     span: tuple[int, int] | None = None
-    """When the last decode step began and this step ended, in nanoseconds of the device's clock, if it has
+    """When the last decode step began and this step ended, in nanoseconds of the device's clock, if there is
     one."""
     told: IntArray | None = None
-    """int64: the places of those who asked for logprobs; None if nobody did."""
+    """int64: the places of requests with logprobs; None if there are none."""
     further: IntArray | None = None
-    """int64 [k, R], of a step that has verified k drafts: what came behind `tokens`..."""
+    """int64 [k, R], if the step verified k drafts: the tokens after `tokens`..."""
     num_new: IntArray | None = None
-    """...and int64 [R]: how many tokens are new, that of `tokens` included."""
+    """...and int64 [R]: the number of new tokens, including the one in `tokens`."""
 
 
 class BesideLines(NamedTuple):
     """Log-probabilities that no graph writes, on the host when the step is done."""
 
     places: IntArray
-    """int64 [n]: whose they are."""
+    """int64 [n]: the places of their requests."""
     values: Tensor
-    """float32 [n, 1 + most]: of the sampled token, then of the likeliest."""
+    """float32 [n, 1 + most]: of the sampled token, then of the most likely."""
     tokens: Tensor
     """int64 [n, 1 + most]."""
     ranks: Tensor
@@ -60,13 +60,13 @@ class BesideLines(NamedTuple):
 
 
 class Amendment(NamedTuple):
-    """What a sampling graph behind plain sampling adds to a line."""
+    """What a sampling graph after plain sampling adds to a line."""
 
     told: IntArray
-    """int64 [n]: places of the requests that ask for logprobs, in the order in which these come back."""
+    """int64 [n]: places of the requests with logprobs, in the order in which these are returned."""
     logprobs: LogprobLines
     beside: BesideLines | None = None
-    """Of requests that the graph does not tell."""
+    """For requests whose logprobs the graph does not return."""
 
 
 class Launched:
@@ -81,7 +81,7 @@ class Launched:
         bunch: Bunch | None,
         done: torch.cuda.Event | None,
     ) -> None:
-        """`done`: None where everything is done already."""
+        """`done`: None if everything is done already."""
         self._line = line
         self._num_requests = num_requests
         self._count = count
@@ -91,8 +91,8 @@ class Launched:
         self._others: tuple[Launched, IntArray] | None = None
 
     def amended_by(self, others: Launched, places: IntArray) -> None:
-        """The tokens of those at `places` bool [R] are in another line of the same form, written behind
-        this."""
+        """The tokens of the requests at `places` bool [R] are in another line of the same layout, written
+        after this one."""
         self._others = others, places
 
     def read(self) -> Sampled:
@@ -143,7 +143,7 @@ class Launched:
         return parts[1, : self._num_requests], parts[2:, : self._num_requests]
 
     def _placed(self, lines: Tensor, told: IntArray) -> IntArray:
-        """What came back one after another, each where its request is in the step."""
+        """Results that came back one after another, each moved to its request's place in the step."""
         compact = lines[self._count % lines.size(0), : len(told)].numpy()
         placed = np.zeros((self._num_requests, *compact.shape[1:]), compact.dtype)
         placed[told] = compact
@@ -151,16 +151,16 @@ class Launched:
 
 
 class TokenReturn:
-    """Where steps leave their tokens, and which line of the ring is whose.
+    """Where steps leave their tokens, and which line of the ring belongs to which step.
 
-    A step has one line. Its decode graph writes it, or plain sampling behind it; a sampling graph for those
-    who ask for more then amends it. Device and host count the lines independently of each other:
+    A step has one line. Its decode graph writes it, or plain sampling after it; a sampling graph for the
+    requests that need more then amends it. Device and host count the lines independently:
     `Launched.read` checks that they agree, and that the line was amended if it should have been.
     """
 
     def __init__(self, last_tokens: Tensor, began: Tensor, max_tokens: int, num_lines: int) -> None:
-        """Lines with places for `max_tokens`. `num_lines`: more than those of the steps whose tokens are
-        unread at any time."""
+        """Lines with places for `max_tokens`. `num_lines`: more than the lines of all steps whose tokens may
+        be unread at one time."""
         self.lines = TokenLines.of(last_tokens, began, max_tokens, num_lines)
         self._ring = self.lines.ring.numpy()
         self._num_launched = 0
@@ -175,7 +175,7 @@ class TokenReturn:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Lines that are written inside are undone at the end; the host must not count them."""
+        """Lines written inside are undone at the end; the host must not count them."""
         kept = [(tensor, tensor.clone()) for tensor in (self.lines.counts, self.lines.ring, self.lines.began)]
         try:
             yield
@@ -186,17 +186,17 @@ class TokenReturn:
                 tensor.copy_(before)
 
     def launched(self) -> None:
-        """Something that writes a line was launched."""
+        """Note the launch of something that writes a line."""
         self._num_launched += 1
 
     def doubt(self) -> None:
-        """A step failed: who knows whether it has launched what writes a line, or was about to."""
+        """A step failed: it is unknown whether what writes its line was launched."""
         self._is_in_doubt = True
 
     def settle(self) -> None:
-        """After a doubt, before the next step: the device takes over the host's count.
+        """After `doubt`, before the next step: give the device the host's count.
 
-        That waits for the device, so that nothing a failed step has queued still reads pinned memory.
+        This waits for the device, so nothing that a failed step has queued still reads pinned memory.
         """
         if self._is_in_doubt:
             self.lines.counts.copy_(torch.tensor([self._num_launched, 0]))
@@ -205,8 +205,8 @@ class TokenReturn:
     def newest(
         self, num_requests: int, amendment: Amendment | None = None, bunch: Bunch | None = None
     ) -> Launched:
-        """The line that was launched last, to be read; `amendment`: what was launched behind it; `bunch`: of
-        a step that has verified drafts."""
+        """The line launched last, to be read. `amendment`: what was launched after it. `bunch`: the layout,
+        if the step verified drafts."""
         count = self._num_launched - 1
         place = count % len(self._ring)
         done = self._events[place]

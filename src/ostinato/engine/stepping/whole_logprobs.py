@@ -1,5 +1,5 @@
-"""Log-probabilities of more tokens than sampling graphs return, of chosen ones, or from before a caller's own
-changes. The whole distribution of each such request comes to the host in every step."""
+"""Log-probabilities of more tokens than sampling graphs return, of chosen tokens, or from before changes by a
+caller's functions. The whole distribution of each such request comes to the host in every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_IN_GRAPHS = 20
 
 
 def wants_whole(params: SamplingParams, is_processed: bool) -> bool:
-    """Whether a request's log-probabilities are made here; `is_processed`: functions change its logits."""
+    """Whether a request's log-probabilities are computed here; `is_processed`: functions change logits."""
     if not params.wants_logprobs:
         return False
     asked = params.logprobs
@@ -23,7 +23,7 @@ def wants_whole(params: SamplingParams, is_processed: bool) -> bool:
 
 
 def on_the_way(logits: Tensor) -> Tensor:
-    """The log-probabilities under float32 logits [vocab], on the host once the device has got so far."""
+    """Log-probabilities from float32 logits [vocab], on the host once the device has got that far."""
     found = logits.log_softmax(-1)
     if not found.is_cuda:
         return found
@@ -32,7 +32,7 @@ def on_the_way(logits: Tensor) -> Tensor:
 
 
 def told(values: Tensor, token: int, params: SamplingParams) -> dict[int, Logprob]:
-    """What a request asked to know about a step in which it got this token; the token comes first."""
+    """The log-probabilities that a request wants for a step that gave it this token, which comes first."""
     own = float(values[token])
     found = {token: Logprob(own, _rank(values, own))}
     if params.logprob_token_ids is not None:

@@ -1,7 +1,7 @@
 """Pages of the KV cache that a verification works in, and what they must hold.
 
-A page has two numbers: its place among the borrowed ones, which everything here counts by, and its number in
-the cache. Slots are positions counted over pages: slot s is place s % 16 of page s // 16.
+A page has two numbers: its place among the borrowed ones, which everything here uses, and its number in the
+cache. Slots are positions counted over pages: slot s is place s % 16 of page s // 16.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ostinato.cache.kv import KVCache
 from ostinato.cache.pages import PAGE_SIZE, RESERVED_PAGE
 
 HOSTILE = 3.0e4
-"""Fills what must not be read. Finite: what is not seen has a weight of zero, and 0 x NaN is NaN."""
+"""Fills what must not be read. Finite: unseen values have a weight of zero, and 0 x NaN is NaN."""
 _ENORMOUS = 1.0e8
-"""A value that no weight of attention makes small."""
+"""A value that no attention weight makes small."""
 _HOSTILE_HALF = 300.0
-"""The same in float16. Padding computes with it, and what overflows there ends as NaN on page 0."""
+"""The same in float16. Padding computes with it, and an overflow there ends as NaN on page 0."""
 
 
 def choose_pages(num_pages: int, count: int, generator: np.random.Generator) -> list[int]:
-    """So many pages of a cache, in random order: half from its beginning, half from its end.
+    """This many pages of a cache, in random order: half from its beginning, half from its end.
 
-    The neighbours of most are among them, so that what is written one page too far is seen to change; and the
-    last ones have the largest addresses, where sums of 32 bits would overflow.
+    The neighbours of most are among them, so a write one page too far shows as a change. The last pages have
+    the largest addresses, where 32-bit sums would overflow.
     """
     low = count // 2
     chosen = [*range(1, 1 + low), *range(num_pages - (count - low), num_pages)]
@@ -41,7 +41,7 @@ class BorrowedPages:
 
     def __init__(self, kv: KVCache, pages: Sequence[int]) -> None:
         self.numbers = tuple(pages)
-        """In the cache, by place."""
+        """Numbers in the cache, by place."""
         self._caches = [*kv.k, *kv.v]
         self._num_layers = len(kv.k)
         self.hostile = _HOSTILE_HALF if kv.shape.dtype is torch.float16 else HOSTILE
@@ -54,7 +54,7 @@ class BorrowedPages:
     def borrowed(self) -> Iterator[None]:
         """At the end the pages, and page 0, hold what they held before."""
         pages = torch.cat([self._pages, self._pages.new_tensor([RESERVED_PAGE])])
-        # In the host's memory: beside weights, cache and graphs a GPU may have little left.
+        # In the host's memory: next to weights, cache and graphs a GPU may have little left.
         held = [cache.index_select(0, pages).cpu() for cache in self._caches]
         self._rest = self._sum_of_rest()
         try:
@@ -64,25 +64,25 @@ class BorrowedPages:
                 cache.index_copy_(0, pages, content.to(cache.device))
 
     def expect(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """What belongs at these slots of a layer, [n, Hkv, D] each."""
+        """Set what belongs at these slots of a layer, [n, Hkv, D] each."""
         for at, new in ((layer, keys), (self._num_layers + layer, values)):
             expected = self._expected[at]
             expected.flatten(0, 1).index_copy_(0, slots, new.to(expected.dtype))
 
     def write_all(self) -> None:
-        """Put everything where it belongs."""
+        """Write everything where it belongs."""
         for cache, expected in zip(self._caches, self._expected, strict=True):
             cache.index_copy_(0, self._pages, expected)
 
     def write(self, slots: Tensor) -> None:
-        """Put what belongs at these slots there."""
+        """Write what belongs at these slots."""
         places = self._places(slots)
         for cache, expected in zip(self._caches, self._expected, strict=True):
             content = expected.flatten(0, 1).index_select(0, slots)
             cache.flatten(0, 1).index_copy_(0, places, content)
 
     def spoil(self, slots: Tensor) -> None:
-        """Make these slots look like those of an earlier owner who left large numbers."""
+        """Make these slots look as if an earlier owner had left large numbers."""
         places = self._places(slots)
         for cache in self._caches:
             cache.flatten(0, 1).index_fill_(0, places, self.hostile)
@@ -94,7 +94,7 @@ class BorrowedPages:
             cache.flatten(0, 1).index_fill_(0, places, min(_ENORMOUS, torch.finfo(cache.dtype).max / 2))
 
     def fill_page_0(self, value: float) -> None:
-        """Give padding this to read."""
+        """Fill what padding reads with this."""
         for cache in self._caches:
             cache[RESERVED_PAGE].fill_(value)
 
@@ -109,7 +109,7 @@ class BorrowedPages:
         return largest
 
     def num_not_spoilt(self, slots: Tensor) -> int:
-        """How many of these slots hold anything else than `spoil` left there."""
+        """How many of these slots hold anything other than what `spoil` left there."""
         places = self._places(slots)
         changed = torch.zeros(slots.numel(), dtype=torch.bool, device=slots.device)
         for cache in self._caches:
@@ -125,7 +125,7 @@ class BorrowedPages:
         return int(changed.sum())
 
     def has_rest_changed(self) -> bool:
-        """Whether anything outside the borrowed pages and page 0 is not as it was at first."""
+        """Whether anything outside the borrowed pages and page 0 differs from the beginning."""
         return not torch.equal(self._rest, self._sum_of_rest())
 
     def _sum_of_rest(self) -> Tensor:
@@ -145,6 +145,6 @@ def _sum_of_bits(cache: Tensor) -> Tensor:
 
 
 def relative_errors(found: Tensor, right: Tensor) -> Tensor:
-    """|found - right| / |right| of each row; infinite where a number is none."""
+    """|found - right| / |right| of each row; infinite where a number is NaN."""
     errors = (found - right).norm(dim=1) / right.norm(dim=1).clamp(min=1e-30)
     return errors.nan_to_num(nan=float("inf"), posinf=float("inf"))

@@ -1,4 +1,4 @@
-"""What the reference says about the made requests, computed once for all graphs."""
+"""The reference's results for the made requests, computed once for all graphs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .made_steps import MadeStep
 from .reference_model import ReferenceModel, exact_products
 
 LEAST_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Relative errors that are right in any model. Float32 is mostly for angles: those of the table are products
-of float32, and at position 8000 wrong by 5e-4 radians."""
+"""Relative errors that are fine in any model. Float32's is mostly for angles: the table's are products of
+float32, and at position 8000 off by 5e-4 radians."""
 MOST_TOLERANCE = 0.3
-"""Where rounding does more than that to a model, its numbers show no fault."""
+"""If rounding alone does more than that to a model, its numbers show no fault."""
 TIMES_ROUNDING = 3.0
-"""Kernels round at other places than the reference, and add in another order: they may be so much further
+"""Kernels round at other points than the reference, and add in another order: they may be this much further
 from float32 than the reference is when it rounds. Transformers' own bf16 is within a factor of 1.5."""
 _ROUNDED_TOKENS = 256
 
@@ -58,7 +58,7 @@ class ExpectedResults:
         return self._hidden.index_select(0, torch.from_numpy(np.concatenate(tokens)).to(self._hidden.device))
 
     def logits(self, step: MadeStep) -> Tensor:
-        """float32 [R, vocab] behind the last token that each request has in the step."""
+        """float32 [R, vocab] after the last token that each request has in the step."""
         tokens = [part.request.begin + part.end - 1 for part in step.parts]
         missing = sorted({token for token in tokens if token not in self._logits})
         if missing:

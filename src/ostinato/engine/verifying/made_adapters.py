@@ -1,4 +1,4 @@
-"""Adapters made up for a verification: in two slots, whose contents are put back at the end."""
+"""Adapters made up for a verification: in two slots, whose contents are restored at the end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ostinato.models.transformer import Transformer
 from .made_requests import MadeRequest
 
 _SIZE = 0.1
-"""Of what they add, beside products of order one."""
+"""Scale of what they add, relative to products of order one."""
 
 
 class MadeAdapters:
-    """Every third request has none, the others one of two; who shares pages shares the adapter."""
+    """Every third request has none, the others one of two; requests that share pages share the adapter."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class MadeAdapters:
         }
 
     def slot_of(self, request: MadeRequest) -> int:
-        """The slot of a request's adapter, or that it has none."""
+        """The slot of a request's adapter, or NO_ADAPTER."""
         return self._slots[id(request)]
 
     def added(self, layer: str, x: Tensor, slots: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Requests made up for a verification: histories of many lengths, some with common beginnings.
+"""Requests made up for a verification: histories of many lengths, some with a common prefix.
 
 All graphs run on the same requests, so the reference computes each history once.
 """
@@ -19,7 +19,7 @@ _FIRST = (3, 17, 0, 16, 1, 15, 33, 40, 2, 130, 32, 65)
 where a single key counts for much, comes first, and page boundaries come next."""
 _LONGEST_AT = _FIRST.index(0)
 _SHARING = 8
-"""Every so many requests, one begins like the longest."""
+"""One request in this many begins like the longest."""
 _SHARED_PAGES = 2
 
 
@@ -49,7 +49,7 @@ class MadeRequest:
 
     @property
     def room(self) -> int:
-        """Positions that its pages have."""
+        """Positions on its pages."""
         return len(self.places) * PAGE_SIZE
 
 
@@ -58,17 +58,17 @@ class Room:
     """What made requests must fit into."""
 
     num_requests: int
-    """How many there are to be."""
+    """How many to make."""
     num_pages: int
     """How many pages they may take together."""
     longest: int
     """Tokens of the longest one."""
     tokens: int
-    """What all of them should have in sum, where there are pages for it."""
+    """Their total length to aim for, if there are enough pages."""
 
 
 def make_requests(room: Room, vocab_size: int, generator: np.random.Generator) -> list[MadeRequest]:
-    """As many requests as asked for, each with a page at least."""
+    """As many requests as asked for, each with at least one page."""
     lengths = _lengths(room, generator)
     requests: list[MadeRequest] = []
     begin = used = 0
@@ -82,7 +82,7 @@ def make_requests(room: Room, vocab_size: int, generator: np.random.Generator) -
             places = np.concatenate([other.places[:shared], places])
         requests.append(MadeRequest(tokens, places, shared * PAGE_SIZE, begin))
         begin, used = begin + length, used + _pages(length) - shared
-    # The longest request's own first pages are read by others: nobody computes them again either.
+    # Others read the longest request's own first pages: they are not computed again either.
     if any(request.first_own for request in requests):
         longest = requests[_LONGEST_AT]
         shared = max(request.first_own for request in requests)
@@ -97,7 +97,7 @@ def num_pages_of(requests: Sequence[MadeRequest]) -> int:
 
 
 def _shared_pages(at: int, length: int, longest: int) -> int:
-    """Pages that a request has in common with the longest one."""
+    """Pages that a request shares with the longest one."""
     if at <= _LONGEST_AT or at % _SHARING != _SHARING - 1:
         return 0
     shared = min(_SHARED_PAGES, (length - 1) // PAGE_SIZE)
@@ -105,18 +105,18 @@ def _shared_pages(at: int, length: int, longest: int) -> int:
 
 
 def _lengths(room: Room, generator: np.random.Generator) -> list[int]:
-    """Of each request: as wanted, as far as pages go."""
+    """The length of each request: as wanted, as far as the pages suffice."""
     left = room.num_pages - room.num_requests
     lengths = []
     for at in range(room.num_requests):
         wanted = _FIRST[at] if at < len(_FIRST) else int(generator.integers(1, 50))
         wanted = min(wanted or room.longest, room.longest)
-        if at == _LONGEST_AT:  # others want something, too
+        if at == _LONGEST_AT:  # leave some for the others
             wanted = min(wanted, max(1, 1 + left // 2) * PAGE_SIZE)
         length = min(wanted, (1 + left) * PAGE_SIZE)
         lengths.append(length)
         left -= _pages(length) - 1
-    # The last ones grow, in turn, until there are tokens enough to fill the largest step.
+    # The last ones grow, in turn, until there are enough tokens to fill the largest step.
     for at in reversed(range(_LONGEST_AT + 1, room.num_requests)):
         missing = room.tokens - sum(lengths)
         if missing <= 0 or left <= 0:

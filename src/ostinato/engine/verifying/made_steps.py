@@ -14,20 +14,20 @@ from ..scheduling.scheduled_step import ScheduledStep
 from .made_requests import MadeRequest
 
 _MOST_BATCHES = 4
-"""Small graphs see the requests in so many batches, large ones in fewer."""
+"""Small graphs see the requests in this many batches, large ones in fewer."""
 ENOUGH_REQUESTS = 6
-"""Of different lengths, for graphs of one request too."""
+"""Of different lengths, also for graphs of one request."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one request has in a step: the tokens at positions [start, end)."""
+    """One request's part of a step: the tokens at positions [start, end)."""
 
     request: MadeRequest
     start: int
     end: int
     is_decode: bool
-    """It goes on from the token that the device has in its row."""
+    """It continues from the token that the device has in its row."""
 
     @property
     def count(self) -> int:
@@ -37,12 +37,12 @@ class Part:
 
 @dataclass(frozen=True)
 class MadeStep:
-    """One step of a graph: those who decode first, as everywhere."""
+    """One step of a graph: decoding requests first, as everywhere."""
 
     name: str
     parts: tuple[Part, ...]
     shared_prefix: int = 0
-    """Positions that all requests have on the same pages, and that attention is to read once."""
+    """Positions that all requests have on the same pages, and that attention should read once."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,11 +51,11 @@ class MadeStep:
 
     @property
     def num_drafts(self) -> int:
-        """Tokens of each request that are drafts: who goes on has a single token otherwise."""
+        """Drafts of each request: a decoding request has a single token otherwise."""
         return max(part.count - 1 if part.is_decode else 0 for part in self.parts)
 
     def up_to(self, place: int) -> MadeStep:
-        """The same, as if each request had the tokens up to this one only."""
+        """The same, with each request's tokens only up to this place."""
         parts = [replace(part, end=part.start + 1 + place) for part in self.parts]
         return replace(self, parts=tuple(parts))
 
@@ -67,7 +67,7 @@ class MadeStep:
         )
 
     def scheduled(self, rows: Sequence[int], requests: Sequence[Request]) -> ScheduledStep:
-        """As the scheduler would hand it over, the requests in these rows."""
+        """The step as the scheduler would pass it, with the requests in these rows."""
         prompts = [part for part in self.parts if not part.is_decode]
         return ScheduledStep(
             index=0,
@@ -88,15 +88,15 @@ class MadeStep:
         return np.concatenate([part.request.slots(part.start, part.end) for part in self.parts])
 
     def stale_slots(self) -> IntArray:
-        """Those, and what lies behind them on the requests' pages: nothing valid before the step."""
+        """Those slots and the ones after them on the requests' pages: nothing valid before the step."""
         return np.concatenate([part.request.slots(part.start, part.request.room) for part in self.parts])
 
 
 def decode_steps(requests: Sequence[MadeRequest], graph: BatchDescriptor) -> Iterator[MadeStep]:
-    """Steps of as many tokens per request as the graph is for."""
+    """Steps with as many tokens per request as the graph is for."""
     count = graph.query_len or 1
     usable = [request for request in requests if request.first_own + count <= _end(request, graph)]
-    if graph.cascade:  # those on the pages of the longest; if there are none, a prefix of no length is one
+    if graph.cascade:  # those on the longest's pages; without any, a prefix of length 0 serves
         usable = [request for request in usable if request.first_own] or usable
     full = min(graph.num_reqs, len(usable))
     for at in range(_batches(full)):
@@ -131,7 +131,7 @@ def _decode(name: str, requests: Sequence[MadeRequest], graph: BatchDescriptor) 
 
 
 def _mixed(name: str, requests: Sequence[MadeRequest], graph: BatchDescriptor, tokens: int) -> MadeStep:
-    """A third of the requests decode; the others have prompts, begun before or not, that fill the step."""
+    """A third of the requests decode; the others have prompts, new or continued, that fill the step."""
     num_decodes = len(requests) // 3
     decodes = [Part(one, _end(one, graph) - 1, _end(one, graph), True) for one in requests[:num_decodes]]
     prompts = []
@@ -139,7 +139,7 @@ def _mixed(name: str, requests: Sequence[MadeRequest], graph: BatchDescriptor, t
     # Those with the most tokens last: they take what the others leave.
     for at, request in enumerate(sorted(requests[num_decodes:], key=lambda one: one.length - one.first_own)):
         end = _end(request, graph)
-        # Every third prompt goes on in a later step.
+        # Every third prompt continues in a later step.
         if at % 3 == 2:
             end = max(request.first_own + 1, 2 * end // 3)
         waiting -= 1

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _MOST_OF_A_GRAPH = 2
-"""Failures of one graph that are told; the JSON has all."""
+"""Failures of one graph that are shown; the JSON has all."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing compared after one launch of one graph."""
+    """One comparison after one launch of one graph."""
 
     graph: str
     """Its name, as in the report: mode and size."""
@@ -31,7 +31,7 @@ class Check:
     what: str
     """What was compared."""
     error: float
-    """Relative for numbers, a count of wrong ones for what must be equal."""
+    """Relative for numbers; a count of wrong ones for what must be equal."""
     tolerance: float
     """The largest error that passes."""
     detail: str = ""
@@ -39,7 +39,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance; one that is no number is not."""
+        """Whether the error is within the tolerance; NaN is not."""
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -58,14 +58,14 @@ class EngineVerification:
     tolerances: Mapping[str, float]
     """Largest relative errors that pass, by what is compared."""
     rounding: Mapping[str, float] = field(default_factory=dict)
-    """What rounding to the model's type alone changes, by what is compared: tolerances follow from it."""
+    """The effect of rounding to the model's type alone, by what is compared; tolerances follow from it."""
     seconds: float = 0.0
     given_up: Mapping[str, str] = field(default_factory=dict)
-    """Graphs that were never captured, with the cause: their batches run from others or eagerly."""
+    """Graphs that were never captured, with the cause: their batches run from other graphs or eagerly."""
 
     @property
     def passed(self) -> bool:
-        """Whether every check did."""
+        """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
@@ -81,7 +81,7 @@ class EngineVerification:
         return found
 
     def raise_if_failed(self) -> None:
-        """VerifyError with the failures by graph, if there are any."""
+        """Raises VerifyError with the failures by graph, if there are any."""
         if self.passed:
             return
         lines = self._complaints()
@@ -91,7 +91,7 @@ class EngineVerification:
         )
 
     def _complaints(self) -> list[str]:
-        """A line for each graph that is wrong."""
+        """A line for each wrong graph."""
         lines = []
         for name, checks in self.by_graph().items():
             failed = [check for check in checks if not check.passed]
@@ -102,7 +102,7 @@ class EngineVerification:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values; errors that are no numbers as text."""
+        """Everything as plain values; NaN and infinite errors as text."""
         checks = [{**asdict(check), "passed": check.passed} for check in self.checks]
         for check in checks:
             if not math.isfinite(check["error"]):
@@ -116,7 +116,7 @@ class EngineVerification:
         file.write_text(json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
 
     def table(self) -> Group:
-        """A line for each graph with its largest errors, then the failures; 80 columns are enough."""
+        """A line for each graph with its largest errors, then the failures; fits 80 columns."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -132,7 +132,7 @@ class EngineVerification:
             verdict = "FAILED" if wrong else "ok"
             table.add_row(name, str(len(checks)), *errors, str(wrong or ""), verdict)
         limits = ", ".join(f"{what} {value:.2g}" for what, value in self.tolerances.items())
-        lines = [f"errors are relative; right is up to: {limits}"]
+        lines = [f"errors are relative; largest that pass: {limits}"]
         lines += [f"given up: {name}: {cause}" for name, cause in self.given_up.items()]
         lines += [f"FAILED {complaint}" for complaint in self._complaints()]
         return Group(table, *(Text(line) for line in lines))

@@ -1,4 +1,4 @@
-"""The bar over the graphs of a verification."""
+"""The progress bar over the graphs of a verification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class VerifyProgress:
-    """Shows which graph is being checked; silent where nobody watches."""
+    """Shows which graph is being checked; silent unless shown."""
 
     def __init__(self, total: int, shown: bool | None) -> None:
         """`shown`: True, False, or None for 'when standard error is a terminal'."""
@@ -31,7 +31,7 @@ class VerifyProgress:
         return self
 
     def start(self, name: str) -> None:
-        """Something is about to be checked."""
+        """This is about to be checked."""
         if self._shown:
             self._bar.update(self._task, description=name)
 

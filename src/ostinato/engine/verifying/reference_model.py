@@ -1,8 +1,8 @@
-"""The forward pass over whole histories: plain torch, float32, nothing of what graphs run.
+"""The forward pass over whole histories: plain torch in float32, sharing no code with the graphs.
 
 No page, no cache, no batch: every request attends densely over its own tokens. Weights are those of the
-loaded model, converted one matrix at a time, so that a large model fits beside itself. The angles of the
-rotation are computed here from the model's configuration, not read from its table.
+loaded model, converted one matrix at a time, so that little memory is needed beyond the model's. The angles
+of the rotation are computed here from the model's configuration, not read from its table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCORES_AT_ONCE = 1 << 26
 _WORDS_AT_ONCE = 16384
 
 OnKV = Callable[[int, Tensor, Tensor], None]
-"""Called with a layer and the keys (turned) and values of all tokens, float32 [T, Hkv, D]."""
+"""Called with a layer and the keys (rotated) and values of all tokens, float32 [T, Hkv, D]."""
 
 Added = Callable[[str, Tensor, Tensor], Tensor]
 """Called with a layer's name, its input [T, in] and the slots [T] of its tokens: what to add, [T, out]."""
@@ -33,7 +33,7 @@ Added = Callable[[str, Tensor, Tensor], Tensor]
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Products of float32 in float32, whatever was set."""
+    """Float32 products in full float32, whatever the global setting."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = False
@@ -46,7 +46,7 @@ def exact_products() -> Iterator[None]:
 class ReferenceModel:
     """A loaded model, computed slowly.
 
-    `rounded_to` rounds the result of every operation to that type: how far this is from float32 is what no
+    `rounded_to` rounds the result of every operation to that type: its distance from float32 is what no
     computation in that type can avoid.
     """
 
@@ -66,8 +66,8 @@ class ReferenceModel:
         on_kv: OnKV | None = None,
         slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """float32 [T, H]: the normalised last hidden states of all tokens, one history behind the other;
-        `slots`: of the adapter of each history."""
+        """float32 [T, H]: the normalised last hidden states of all tokens, one history after the other;
+        `slots`: of each history's adapter."""
         model, config = self._model, self._config
         device = model.embed_tokens.weight.device
         lengths = [len(history) for history in histories]
@@ -109,7 +109,7 @@ class ReferenceModel:
         return self._rounded(x / scale * weight.float())
 
     def _linear(self, x: Tensor, layer: Linear, begin: int = 0) -> Tensor:
-        """Of tokens from `begin` on."""
+        """Product for the tokens from `begin` on."""
         product = x @ layer.weight.float().T
         if self._added is not None and self._slots is not None:
             product = product + self._added(layer.name, x, self._slots[begin : begin + x.size(0)])
@@ -155,7 +155,7 @@ class ReferenceModel:
 
 
 def rotation(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, D/2] of the angle that each pair of a head is turned by."""
+    """cos and sin [T, 1, D/2] of the angle by which each pair of a head is rotated."""
     speeds = [_speed(rope, pair, head_dim) for pair in range(head_dim // 2)]
     angles = torch.outer(positions.double(), torch.tensor(speeds, dtype=torch.float64).to(positions.device))
     longer = rope.attention_factor
@@ -163,7 +163,7 @@ def rotation(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Tensor
 
 
 def _speed(rope: RopeConfig, pair: int, head_dim: int) -> float:
-    """Radians per position of one pair, as the models' papers say."""
+    """Radians per position of one pair, as in the models' papers."""
     speed: float = rope.theta ** (-2.0 * pair / head_dim)
     if rope.kind == "linear":
         return speed / rope.factor
@@ -183,8 +183,8 @@ def _speed(rope: RopeConfig, pair: int, head_dim: int) -> float:
 
 
 def _yarn_share(rope: RopeConfig, pair: int, head_dim: int) -> float:
-    """How much of the stretching a pair gets: by its place between those that turn beta_fast and beta_slow
-    times in the original context, both rounded away from each other."""
+    """How much of the stretching a pair gets: by its place between the pairs that rotate beta_fast and
+    beta_slow times in the original context, both rounded outwards."""
     per_turn = head_dim / (2 * math.log(rope.theta))
     fast, slow = (
         per_turn * math.log(rope.original_max_positions / (2 * math.pi * turns))

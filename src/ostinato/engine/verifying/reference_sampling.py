@@ -1,8 +1,8 @@
-"""Which tokens may be sampled, in float64 and one request at a time; nothing of what graphs run.
+"""Which tokens may be sampled, in float64 and one request at a time, sharing no code with the graphs.
 
-Written from what is promised (`kernels/sampling` says it): the order of the steps, a
-draw that depends on seed, position and token alone, cuts at top-k, top-p and min-p. A graph computes in
-float32, so that where two tokens are as good as equal, or a token stands right at a cut, either is right.
+Written from the specification (in `kernels/sampling`): the order of the steps, a draw that depends only on
+seed, position and token, cuts at top-k, top-p and min-p. A graph computes in float32, so if two tokens are
+practically equal, or a token is right at a cut, either result is correct.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from ..parameters.sampling_params import GREEDY_BELOW, SamplingParams
 
 _AT_A_CUT = 1e-4
-"""Sums of probabilities, and logits relative to 1 + their size, that are as good as equal."""
+"""Sums of probabilities, and logits relative to 1 + their size, that count as equal."""
 _UINT64 = 1 << 64
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as torch holds them."""
+    """The same 64 bits as a signed number, as torch holds them."""
     value %= _UINT64
     return value - _UINT64 if value >= _UINT64 // 2 else value
 
@@ -36,21 +36,21 @@ class SampledFrom:
 
     params: SamplingParams
     position: int
-    """Where the token will stand."""
+    """The position of the token."""
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
     """What it generated before."""
     banned: Sequence[int] = ()
     allowed: Tensor | None = None
-    """bool [vocab], of a grammar."""
+    """bool [vocab], from a grammar."""
 
     @property
     def heat(self) -> float:
-        """The temperature, 0 where it is greedy."""
+        """The temperature, 0 if greedy."""
         return 0.0 if self.params.temperature < GREEDY_BELOW else self.params.temperature
 
     def is_right(self, token: int, raw: Tensor) -> bool:
-        """Whether a token may have been sampled from float32 logits [vocab]."""
+        """Whether this token may have been sampled from float32 logits [vocab]."""
         if not 0 <= token < raw.numel():
             return False
         logits = self._changed(raw.double())
@@ -84,7 +84,7 @@ class SampledFrom:
         return logits
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens are surely left by the filters, and which perhaps; bool [vocab] each."""
+        """The tokens surely left by the filters, and those possibly left; bool [vocab] each."""
         params = self.params
         possible = logits > float("-inf")
         surely, perhaps = possible.clone(), possible.clone()
@@ -119,7 +119,7 @@ def gumbel(seed: int, position: int, like: Tensor) -> Tensor:
     tokens = torch.arange(1, like.numel() + 1, device=device)
     bits = _mixed(key.to(device) + tokens * _GOLDEN)
     uniform = (_shifted(bits, 1) | 1).double() * 2.0**-63
-    # What a float32 below 1 can hold.
+    # The largest float32 below 1.
     uniform = uniform.clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
@@ -131,7 +131,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, amount: int) -> Tensor:
-    """To the right, zeros from the left."""
+    """Shift right, with zeros from the left."""
     return torch.bitwise_right_shift(x, amount) & ((1 << (64 - amount)) - 1)
 
 

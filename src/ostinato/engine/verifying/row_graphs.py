@@ -1,4 +1,4 @@
-"""The graphs that put changes of rows in place."""
+"""The graphs that write changes of rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .outcome import Check
 def check_row_graph(
     rows: DeviceRows, graph: CapturedGraph, name: str, generator: np.random.Generator
 ) -> Iterator[Check]:
-    """Send random values to random cells through one graph; everything else stays."""
-    with rows.unchanged():  # other graphs go by what rows say, row 0 above all
+    """Send random values to random cells through one graph; everything else must stay."""
+    with rows.unchanged():  # other graphs depend on the rows, above all on row 0
         yield from _scattered(rows, graph, name, generator)
 
 

@@ -19,7 +19,7 @@ from .reference_sampling import SampledFrom
 
 @dataclass(frozen=True)
 class RowState:
-    """What a forward graph may move on, before it is launched."""
+    """What a forward graph may advance, before it is launched."""
 
     lengths: IntArray
     last_tokens: IntArray
@@ -28,7 +28,7 @@ class RowState:
 
     @classmethod
     def of(cls, core: EngineCore) -> RowState:
-        """As it is now."""
+        """The present state."""
         runner = core.runner
         return cls(
             runner.lengths.cpu().numpy().copy(),
@@ -93,8 +93,8 @@ class RowState:
         requests: Sequence[Request],
         bunches: Sequence[list[int]],
     ) -> Iterator[int]:
-        """How many tokens of each request are not what its draws and drafts say; a bunch that ends too early
-        or too late counts as one."""
+        """How many tokens of each request do not follow from its draws and drafts; a bunch that ends too
+        early or too late counts as one."""
         logits = core.runner.logits
         for at, (part, request, new) in enumerate(zip(step.parts, requests, bunches, strict=True)):
             assert request.params is not None
@@ -113,7 +113,7 @@ class RowState:
             yield draws.count(False) + (new[:accepted] != drafts[:accepted]) + (not is_whole)
 
     def _other_cells(self, core: EngineCore) -> int:
-        """Cells that no graph moves on, and that changed."""
+        """Cells that changed although no graph advances them."""
         rows = core.runner.rows
         now = rows.cells
         moved = torch.zeros_like(now, dtype=torch.bool)
@@ -126,7 +126,7 @@ class RowState:
 
 
 def written_line(core: EngineCore, number: int, count: int) -> list[int]:
-    """The number and the tokens in a line of the ring, once they are there."""
+    """The number and the tokens in a line of the ring, once they have been written."""
     lines = core.runner.returned.lines
     if lines.counts.is_cuda:
         torch.cuda.synchronize(lines.counts.device)

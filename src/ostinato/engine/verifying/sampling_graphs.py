@@ -1,6 +1,6 @@
-"""Sampling graphs: every kind and rung on made logits, other parameters in the rows at every launch.
+"""Sampling graphs: every kind and rung on made logits, with other parameters in the rows at every launch.
 
-Graphs for those who ask for more get a line that is full of other tokens, and requests at any places of it.
+Graphs for requests that need more get a line full of other tokens, and requests at random places in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .reference_sampling import SampledFrom
 from .row_state import written_line
 
 _SPREAD = 2.5
-"""Deviation of made logits: enough tokens are likely for a wrong temperature to show."""
+"""Standard deviation of made logits: enough tokens are likely for a wrong temperature to show."""
 _PROMPT = 24
 _LOGPROB_ERROR = 1e-3
 _FEW = 4
@@ -65,9 +65,9 @@ _ASKED = (
     _Asked(SamplingParams(temperature=1.3, seed=8, logprobs=0), is_masked=True),
     _Asked(SamplingParams(temperature=0.0), is_masked=True),
 )
-"""In turn; graphs of simpler kinds see those that they serve, and only plain ones the plain."""
+"""Used in turn; a graph's rows ask only for what its kind serves, and plain graphs only get plain rows."""
 _UNTOUCHED = -7
-"""Stands for tokens of others in a line that is amended."""
+"""Stands for other requests' tokens in a line that is amended."""
 
 
 @dataclass
@@ -83,9 +83,9 @@ class SamplingGraphs:
         self._logits = torch.empty_like(runner.logits).normal_(0, _SPREAD, generator=made)
 
     def check(self, kind: Kind, graph: CapturedGraph, name: str) -> Iterator[Check]:
-        """All that is to be known about one graph."""
+        """All checks of one graph."""
         full = graph.descriptor.num_reqs
-        # Few rows show less of what is wrong with them at a time.
+        # Few rows show fewer faults per launch.
         counts = [full, full, max(1, full // 3), *[full] * (full <= _FEW)]
         for launch, count in enumerate(counts):
             batch, state = f"{count} requests, launch {launch + 1}", "poison" if launch == 2 else "plain"
@@ -96,7 +96,7 @@ class SamplingGraphs:
         core, poison = self.core, launch == 2
         runner, sampler = core.runner, core.sampler
         assert sampler is not None
-        # The same rows, other parameters: what a graph remembers of the last launch is wrong now.
+        # The same rows with other parameters: anything a graph remembers of the last launch is now wrong.
         rows = list(range(1, count + 1))
         sources = self._seat(kind, rows, launch)
         runner.logits.copy_(self._logits)
@@ -140,12 +140,12 @@ class SamplingGraphs:
         yield "counted tokens", float((sampler.generated != before.generated).sum()), 0.0, ""
 
     def _places(self, count: int) -> list[int]:
-        """Any, of the requests that a step can have."""
+        """Random places among the requests that a step can have."""
         places: list[int] = self.generator.permutation(self.core.runner.logits.size(0))[:count].tolist()
         return places
 
     def _begin_line(self, kind: Kind) -> int:
-        """The number of the line that a graph will write, or of one that is there for it to amend."""
+        """The number of the line that a graph will write, or of one prepared for it to amend."""
         lines = self.core.runner.returned.lines
         number = int(lines.counts[0])
         if kind is not Kind.PLAIN:
@@ -157,7 +157,7 @@ class SamplingGraphs:
         return number
 
     def _seat(self, kind: Kind, rows: Sequence[int], launch: int) -> list[SampledFrom]:
-        """Put requests with their parameters into rows; what each one's token must come from."""
+        """Put requests with their parameters into rows; returns what each one's token must come from."""
         runner, sampler = self.core.runner, self.core.sampler
         assert sampler is not None
         least = Kind.PLAIN if kind is Kind.PLAIN else Kind.ADJUSTED
@@ -185,7 +185,7 @@ class SamplingGraphs:
             runner.rows.write("lengths", row, position)
         sampler.join(requests)
         for request, source in zip(requests, sources, strict=True):
-            # Whoever is told of what is drawn (logprobs_mode) is not told by graphs; here all are, by them.
+            # With logprobs_mode=processed_logprobs graphs return none to some requests; here they return all.
             asked_for = source.params.logprobs
             runner.rows.write("num_logprobs", request.row, -1 if asked_for is None else min(asked_for, vocab))
         sampler.mask(masked)
@@ -196,7 +196,7 @@ class SamplingGraphs:
     def _logprobs(
         self, number: int, sources: Sequence[SampledFrom], raw: Tensor, tokens: Sequence[int]
     ) -> Iterator[_Found]:
-        """Of the chosen tokens and the likeliest, and the ranks, of requests that ask; others have none."""
+        """Logprobs and ranks of requests that ask, for chosen and most likely tokens; others have none."""
         assert self.core.sampler is not None
         values, named, ranks = self.core.sampler.logprobs
         number %= values.size(0)
@@ -217,7 +217,7 @@ class SamplingGraphs:
                 named[number, at, :1] - tokens[at],
             )
             largest = max(largest, _largest(torch.cat(errors)))
-            # Equal to within rounding may be counted either way.
+            # Tokens equal to within rounding may be counted either way.
             fewest = int((right > own + _LOGPROB_ERROR).sum()) + 1
             most = int((right > own - _LOGPROB_ERROR).sum())
             wrong += not fewest <= int(ranks[number, at]) <= max(1, most)
@@ -252,7 +252,7 @@ class _EveryThird:
 
 
 def _told(params: SamplingParams) -> str:
-    """What is not as it is by default."""
+    """The parameters that differ from the defaults."""
     default = SamplingParams()
     names = [field.name for field in fields(params)]
     given = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(default, name)}

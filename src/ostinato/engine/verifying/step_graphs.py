@@ -28,7 +28,7 @@ from .row_state import RowState
 
 KINDS = ("plain", "poison")
 _STALE_COLUMNS = 4
-"""Entries of the page table behind a request's own that name pages of others, as earlier tenants leave."""
+"""Page table entries after a request's own that name others' pages, as an earlier tenant would leave."""
 _ASKED = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=11),
@@ -36,7 +36,7 @@ _ASKED = (
     SamplingParams(temperature=1.0, seed=5, top_k=7),
     SamplingParams(temperature=1.7, seed=3),
 )
-"""What requests of decode steps ask for, in turn; one of them for more than a decode graph chooses."""
+"""What requests of decode steps ask for, in turn; one of them asks for more than a decode graph can do."""
 
 
 @dataclass
@@ -50,20 +50,20 @@ class StepGraphs:
     tolerances: dict[str, float]
     generator: np.random.Generator
     adapters: MadeAdapters | None = None
-    """What some of the requests have."""
+    """Adapters of some of the requests."""
     _launches: int = 0
 
     def check(self, graph: CapturedGraph, name: str) -> Iterator[Check]:
-        """All that is to be known about one graph."""
+        """All checks of one graph."""
         make = decode_steps if graph.descriptor.is_uniform else mixed_steps
         steps = list(make(self.requests, graph.descriptor))
         for step in steps:
-            # Poison is in padding and on page 0: the step with the most padding shows what it does.
+            # Poison is in padding and on page 0: the step with the most padding shows its effect.
             for kind in KINDS if step is steps[-1] else KINDS[:1]:
                 yield from self._launch(graph, name, step, kind)
         yield from self._every_key_counts(graph, name, max(steps, key=_most_context))
         changed = self.pages.num_changed()
-        yield Check(name, "all batches", "both", "other pages", changed, 0, "slots that nobody should write")
+        yield Check(name, "all batches", "both", "other pages", changed, 0, "slots that must not be written")
         if changed:
             self.pages.write_all()
         is_changed = self.pages.has_rest_changed()
@@ -99,7 +99,7 @@ class StepGraphs:
             yield Check(name, batch, kind, what, float(wrong), 0)
 
     def _logit_errors(self, graph: CapturedGraph, step: MadeStep) -> torch.Tensor:
-        """Of each request's last token, or of all where there are drafts: all first ones, all second
+        """Errors of each request's last token; with drafts, of all tokens: all first ones, all second
         ones..."""
         count, logits = len(step.parts), self.core.runner.logits
         if not step.num_drafts:
@@ -113,9 +113,9 @@ class StepGraphs:
         return torch.cat(errors)
 
     def _every_key_counts(self, graph: CapturedGraph, name: str, step: MadeStep) -> Iterator[Check]:
-        """A key of each context gets an enormous value: whoever sees it must say something else.
+        """A key of each context gets an enormous value: a request that sees it must give another result.
 
-        In a long context a single key hardly moves the result, and its loss would hide behind rounding.
+        In a long context a single key hardly moves the result, and missing it would hide behind rounding.
         """
         keys = [self._some_key(part) for part in step.parts]
         looked_at = [at for at, key in enumerate(keys) if key is not None]
@@ -157,7 +157,7 @@ class StepGraphs:
         return rows
 
     def _seat(self, step: MadeStep, kind: str) -> tuple[list[int], list[Request]]:
-        """Give the step's requests rows, and write all that belongs there as `EngineCore` does it."""
+        """Give the step's requests rows, and write everything that belongs there as `EngineCore` does."""
         runner = self.core.runner
         rows = self._rows(len(step.parts))
         self._launches += 1
@@ -182,14 +182,14 @@ class StepGraphs:
         runner.rows.write_rows("prefix_lens", np.array(rows), step.shared_prefix)
         if self.core.sampler is not None:
             self.core.sampler.join(requests)
-            # Padding draws, too, and nobody looks at what.
+            # Padding draws too, and its tokens are ignored.
             runner.rows.write("temperature", 0, 9.0 if kind == "poison" else 0.0)
             runner.rows.write("seeds", 0, 7 if kind == "poison" else 0)
         runner.rows.send()
         return rows, requests
 
     def _behind(self, name: str, batch: str, kind: str, stale: torch.Tensor, slots: torch.Tensor) -> Check:
-        """What lies behind the step's tokens on their pages is as it was."""
+        """Check that slots after the step's tokens on their pages are unchanged."""
         behind = stale[~torch.isin(stale, slots)]
         wrong = self.pages.num_not_spoilt(behind)
         return Check(name, batch, kind, "slots behind the step", float(wrong), 0)

@@ -1,4 +1,4 @@
-"""All graphs of an engine, one after the other; afterwards everything is as before."""
+"""Verifies all graphs of an engine in turn; afterwards everything is as before."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from .sampling_graphs import SamplingGraphs
 from .step_graphs import StepGraphs
 
 _SHARE_OF_FREE = 0.4
-"""Of the GPU's free memory: what copies of pages may take."""
+"""The share of the GPU's free memory that copies of pages may take."""
 
 
 class EngineBusyError(OstinatoError, RuntimeError):
-    """Something needs the engine for itself, and requests are being served."""
+    """An operation needs the engine for itself, but requests are being served."""
 
 
 def verify(core: EngineCore, *, seed: int = 0, progress: bool | None = None) -> EngineVerification:
-    """Launch every graph on made requests and compare what it does with the reference; raises nothing for
-    graphs that are wrong, see `EngineVerification.raise_if_failed`."""
+    """Launch every graph on made requests and compare the results with the reference. Wrong graphs raise
+    nothing here, see `EngineVerification.raise_if_failed`."""
     core.refuse_if_asleep()
     while core.has_work and not core.scheduler.running and not core.scheduler.num_waiting:
-        core.step()  # a step that was launched ahead, for requests that have ended
+        core.step()  # a step launched ahead, for requests that have ended
     if core.has_work:
         running, waiting = len(core.scheduler.running), core.scheduler.num_waiting
         raise EngineBusyError(
-            f"verify() works in the rows and pages of requests, and {running} are running, {waiting} "
-            "waiting: let them end, or abort them, and call it again"
+            f"verify() uses the rows and pages of requests, but {running} are running and {waiting} waiting: "
+            "wait for them or abort them, then call it again"
         )
     graphs = _named_graphs(core)
     if not graphs:
@@ -51,7 +51,7 @@ def verify(core: EngineCore, *, seed: int = 0, progress: bool | None = None) -> 
     started = time.perf_counter()
     moved = _moved(core, graphs)
     if moved:
-        # Launching a graph that reads memory given back would prove nothing, and may end the process.
+        # Launching a graph that reads released memory would prove nothing, and may end the process.
         return EngineVerification(tuple(moved), {}, {}, time.perf_counter() - started, _given_up(core))
     with torch.inference_mode(False), torch.no_grad():
         try:
@@ -93,7 +93,7 @@ def _verify(
 
         @cache
         def of_adapted_steps() -> StepGraphs:
-            """From now on, pages are expected to hold what adapters make of them."""
+            """From now on, pages are expected to hold the results with adapters."""
             assert runner.adapters is not None
             rank = core.config.config.max_lora_rank
             made = MadeAdapters(model, runner.adapters, rank, requests, seed)
@@ -116,7 +116,7 @@ def _verify(
             [kind] = [kind for kind, owner in kinds if owner.graphs.get(graph.key) is graph]
             return of_sampling.check(kind, graph, name)
 
-        # Those with adapters last: what belongs into the pages is another thing for them.
+        # Graphs with adapters last: they expect other contents in the pages.
         for name, graph in sorted(graphs.items(), key=lambda each: each[1].descriptor.lora):
             bar.start(name)
             try:
@@ -128,14 +128,14 @@ def _verify(
                 pages.write_all()
             bar.done()
     if any(check.what == "pages of nobody" and not check.passed for check in checks):
-        # A graph wrote to pages that were not lent: what they held, nobody knows.
+        # A graph wrote to pages that were not borrowed: their contents can no longer be trusted.
         core.scheduler.flush_prefix_cache()
     seconds = time.perf_counter() - started
     return EngineVerification(tuple(checks), limits, rounding, seconds, _given_up(core))
 
 
 def _runners(core: EngineCore) -> dict[str, CudaGraphRunner]:
-    """All that has graphs, by what comes before their names."""
+    """Everything that has graphs, by the prefix of their names."""
     found = {"rows": core.runner.rows.scatter, "": core.runner.graphs}
     if core.sampler is not None:
         found |= {f"sampling {kind.name.lower()}": owner for kind, owner in core.sampler.graphs.items()}
@@ -143,7 +143,7 @@ def _runners(core: EngineCore) -> dict[str, CudaGraphRunner]:
 
 
 def _named_graphs(core: EngineCore) -> dict[str, CapturedGraph]:
-    """Every graph by a name that says whose it is: `full decode 8x1`, `sampling filtered decode 8x1`."""
+    """Every graph under a name that says its owner: `full decode 8x1`, `sampling filtered decode 8x1`."""
     named = {}
     for prefix, owner in _runners(core).items():
         for key, graph in owner.graphs.items():
@@ -160,20 +160,20 @@ def _given_up(core: EngineCore) -> dict[str, str]:
 
 
 def _moved(core: EngineCore, graphs: Mapping[str, CapturedGraph]) -> list[Check]:
-    """A failed check for every graph that reads a tensor which is no longer where it was."""
+    """A failed check for every graph that reads a tensor which has moved."""
     checks = []
     for owner in _runners(core).values():
         try:
             owner.check_addresses()
         except AddressError as error:
-            # A forward graph reads all weights and caches; which tensors are read is watched by runner.
+            # A forward graph reads all weights and caches; the tensors read are watched per runner.
             theirs = [name for name, graph in graphs.items() if owner.graphs.get(graph.key) is graph]
             checks += [Check(name, "none", "plain", "addresses", 1, 0, str(error)) for name in theirs]
     return checks
 
 
 def _room(core: EngineCore) -> Room:
-    """How many requests, and how long, so that every graph can be filled and no machine is kept busy long."""
+    """Number and lengths of requests: enough to fill every graph, without taking long on any machine."""
     config, runner = core.config, core.runner
     descriptors = [key.descriptor for key in runner.graphs.graphs]
     most_requests = max((one.num_reqs for one in descriptors), default=1)
@@ -182,7 +182,7 @@ def _room(core: EngineCore) -> Room:
     usable = runner.kv.num_pages - 1
     on_gpu = config.device.type == "cuda"
     if on_gpu:
-        # What belongs into the pages is kept beside them, and the reference works beside both.
+        # The expected contents are kept next to the pages, and the reference works next to both.
         free, _ = torch.cuda.mem_get_info(config.device)
         usable = min(usable, max(1, int(_SHARE_OF_FREE * free) // runner.kv.shape.bytes_per_page))
     longest = max(1100 if on_gpu else 200, most_tokens // 2 + 53)
@@ -194,6 +194,6 @@ def _room(core: EngineCore) -> Room:
         num_requests=min(max(most_requests, ENOUGH_REQUESTS), usable),
         num_pages=usable,
         longest=longest,
-        # A third of them decode in a mixed step, the longest perhaps among them; the others must fill it.
+        # A third of them decode in a mixed step, perhaps the longest among them; the others must fill it.
         tokens=2 * most_tokens + longest,
     )

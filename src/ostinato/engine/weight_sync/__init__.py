@@ -1,7 +1,7 @@
-"""Weights of a trainer's process: how they come here, in the formats of vLLM and SGLang, and who asks for it.
+"""Weights from a trainer's process: how they arrive, in vLLM's and SGLang's formats, and for which caller.
 
-`foreign_pickles` reads their pickles without running them, `foreign_tensors` finds the memory they speak of,
-`wire_formats` makes named tensors of both. `broadcast_groups` and `stateless_nccl` are what a trainer
-broadcasts through, `received_weights` where it arrives. `trainer_link` is all of that for one engine; what
-comes of it is written by `ServedWeights` and nobody else.
+`foreign_pickles` reads the pickles without running them, `foreign_tensors` finds the memory they refer to,
+`wire_formats` turns both into named tensors. A trainer broadcasts through `broadcast_groups` or
+`stateless_nccl`; `received_weights` receives. `trainer_link` combines all of this for one engine. Only
+`ServedWeights` writes the result.
 """

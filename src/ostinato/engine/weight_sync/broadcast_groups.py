@@ -1,10 +1,10 @@
-"""Groups of processes through which a trainer broadcasts: torch's own, gloo or NCCL.
+"""Process groups through which a trainer broadcasts: torch's own, gloo or NCCL.
 
 Note [The same group]
-A trainer makes its group with torch.distributed, in the way of `init_process_group` or of what SGLang's
-clients have made of it. Both sides find each other by keys in a store, and these have the group's name in
-them, twice, and a device. Here the group is made of the same parts without torch's registry: this process may
-have groups of its own, or none.
+A trainer makes its group with torch.distributed: either by `init_process_group` or by the variant that
+SGLang's clients derived from it. Both sides find each other by keys in a store; the keys contain the group's
+name, twice, and a device. Here the group is built from the same parts but without torch's registry, because
+this process may have groups of its own, or none.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from .patience import Patience
 
 BACKENDS = ("gloo", "nccl")
 DEFAULT_NAMES = ("default_pg", "0")
-"""Of the group that `torch.distributed.init_process_group` makes first."""
+"""The name of the group that `torch.distributed.init_process_group` makes first."""
 _Found = TypeVar("_Found")
 _LONG = datetime.timedelta(days=1)
-"""For torch's own watch over NCCL, which ends the whole process: ours comes before."""
+"""For torch's own NCCL watchdog, which kills the whole process: our limit must expire first."""
 
 
 class BroadcastGroup(Protocol):
-    """What weights come through."""
+    """What weights are received through."""
 
     @property
     def device(self) -> torch.device:
         """Where they arrive."""
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Wait for a broadcast and put it there."""
+        """Wait for a broadcast and write it into `tensor`."""
 
     def arriving(self) -> AbstractContextManager[Any]:
-        """Allocate what is to be received inside: steps must not wait for a trainer on their own stream."""
+        """Allocate what will be received inside: steps must not wait for a trainer on their own stream."""
 
     def abort(self) -> None:
-        """Leave; what is under way does not come any more."""
+        """Leave; transfers under way are abandoned."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a group meets, and who we are in it."""
+    """Where a group meets, and this process's rank in it."""
 
     address: str
     port: int
@@ -58,41 +58,41 @@ class Place:
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address:
-            raise TransferError(f"master_address is a host, not {self.address!r}")
+            raise TransferError(f"master_address must be a host name or an address, not {self.address!r}")
         for name, least in (("port", 1), ("rank", 0), ("world_size", 2)):
             given = getattr(self, name)
             if not isinstance(given, int) or isinstance(given, bool) or given < least:
-                raise TransferError(f"{name} is a number of at least {least}, not {given!r}")
+                raise TransferError(f"{name} must be an integer of at least {least}, not {given!r}")
         if self.port >= 65536:
             raise TransferError(f"port must be below 65536, not {self.port}")
         if not 0 < self.rank < self.world_size:
             raise TransferError(
-                f"rank {self.rank} of {self.world_size}: the trainer is rank 0, engines come behind it "
-                "(rank_offset)"
+                f"rank {self.rank} of {self.world_size}: the trainer is rank 0, so rank_offset must be from "
+                "1 to world_size - 1"
             )
 
 
 class TorchGroup:
-    """A process group of torch, broken after the first failure."""
+    """A process group of torch, unusable after the first failure."""
 
     def __init__(
         self, place: Place, names: tuple[str, str], backend: str, device: torch.device, patience: Patience
     ) -> None:
-        """Meet the others; TransferTimeout if they do not come. `names`: see Note [The same group]."""
+        """Meet the others. Raises TransferTimeout if they do not come. `names`: see Note [The same group]."""
         if backend not in BACKENDS:
-            raise TransferError(f"there is no backend {backend!r} here: use {' or '.join(BACKENDS)}")
+            raise TransferError(f"unknown backend {backend!r}: use {' or '.join(BACKENDS)}")
         if backend == "nccl" and device.type != "cuda":
-            raise TransferError("NCCL is for GPUs, and this engine is on a CPU: use gloo")
+            raise TransferError("NCCL needs a GPU, and this engine runs on a CPU: use gloo")
         if not dist.is_available():
-            raise TransferError("this torch has no torch.distributed")
+            raise TransferError("this build of torch has no torch.distributed")
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._stream = side_stream(self.device)
         self._patience = patience
-        what = f"the meeting of group {names[1]!r} at {place.address}:{place.port}"
+        what = f"the rendezvous of group {names[1]!r} at {place.address}:{place.port}"
         self._group = awaited(patience, what, lambda: _made(place, names, backend, patience.seconds))
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Wait for a broadcast and put it there."""
+        """Wait for a broadcast and write it into `tensor`."""
         awaited(self._patience, "a broadcast", lambda: self._receive(tensor, source))
 
     def _receive(self, tensor: Tensor, source: int) -> None:
@@ -104,18 +104,18 @@ class TorchGroup:
             self._stream.synchronize()
 
     def arriving(self) -> AbstractContextManager[Any]:
-        """Allocate what is to be received inside."""
+        """Allocate what will be received inside."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def abort(self) -> None:
-        """Leave; what is under way does not come any more."""
-        # Of gloo's nothing can be broken off: whoever still waits drops the group at the end of its patience.
+        """Leave; transfers under way are abandoned."""
+        # gloo cannot be aborted: a waiting thread drops the group when its own time limit expires.
         if self.device.type == "cuda":
             awaited(self._patience, "leaving a group", self._group.abort)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One that nobody else computes on; None on a CPU."""
+    """A stream that nothing else computes on; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -136,7 +136,8 @@ def _made(place: Place, names: tuple[str, str], backend: str, seconds: float) ->
 
 
 def awaited(patience: Patience, what: str, function: Callable[[], _Found]) -> _Found:
-    """Whatever torch.distributed raises is about the other side, or about what we were told of it."""
+    """Call `function` within the time limit. Whatever torch.distributed raises becomes a TransferError: the
+    cause is the other side, or what it told us."""
     try:
         return patience.within(what, function)
     except (RuntimeError, ValueError, OSError) as error:

@@ -1,10 +1,10 @@
-"""What can be wrong with weights that another process sends."""
+"""Errors for weights that another process sends."""
 
 from ostinato.graphs import OstinatoError
 
 
 class TransferError(OstinatoError, ValueError):
-    """They were refused, or did not come; nothing has changed."""
+    """The weights were refused or did not arrive; nothing has changed."""
 
 
 class TransferTimeout(TransferError, TimeoutError):

@@ -1,11 +1,11 @@
-"""Pickles of another process as plain descriptions: nothing that they name is imported or called.
+"""Pickles from another process, read as plain descriptions: nothing that they name is imported or called.
 
 Note [Descriptions]
-A pickle is a program, and even harmless names can be put to other uses by it: it can call what it is given
-with any arguments and set attributes of it. So it is given nothing. Every allowed name stands for itself
-(`Name`), calling one makes a record of the call (`Call`), and the two classes whose objects occur keep their
-state unread (`Described`). Whoever wants a tensor reads the records and makes one, with everything checked:
-see `foreign_tensors`. The opcodes are looked through beforehand: some can take all memory by a number alone.
+A pickle is a program, and it can misuse even harmless functions: call them with any arguments, or set
+attributes on them. So it gets none. Each allowed name stands for itself (`Name`), calling one records the
+call (`Call`), and the two classes whose instances occur keep their state uninterpreted (`Described`). To get
+a tensor, `foreign_tensors` reads these records and checks everything in them. The opcodes are checked first:
+some of them can exhaust memory with a single number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import TransferError
 
 
 class Name(NamedTuple):
-    """Something that a pickle names."""
+    """A name in a pickle."""
 
     module: str
     name: str
@@ -31,26 +31,26 @@ class Name(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a pickle wants to be called, and with what."""
+    """A call that a pickle asks for, with its arguments."""
 
     function: Name
     arguments: tuple[Any, ...]
 
 
 class Described:
-    """An object of another process, by its fields."""
+    """An object of another process, as its fields."""
 
     __slots__ = ("fields",)
     fields: dict[str, Any]
 
     def __setstate__(self, state: object) -> None:
         if not isinstance(state, dict):
-            raise TransferError("an object's state is not its fields")
+            raise TransferError("an object's state must be a dict of its fields")
         self.fields = state
 
 
 class BucketEntry(Described):
-    """SGLang's `FlattenedTensorMetadata`: where a tensor is in a bucket."""
+    """SGLang's `FlattenedTensorMetadata`: where in a bucket a tensor is."""
 
     __slots__ = ()
 
@@ -105,24 +105,24 @@ _OPCODES = frozenset(f"{_STRUCTURE} {_VALUES} {_CONTAINERS} {_CALLS}".split())
 
 
 def described(data: bytes, allowed: dict[tuple[str, str], Any] = ALLOWED) -> Any:
-    """What a pickle describes; TransferError if it names anything else or is none."""
+    """What a pickle describes. Raises TransferError if it is no pickle or names anything not in `allowed`."""
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name not in _OPCODES:
-                raise TransferError(f"a pickle of tensors has no use for {opcode.name}")
+                raise TransferError(f"the pickle uses {opcode.name}, which no tensor needs")
             if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(data):
-                raise TransferError("a pickle refers to more objects than it can have")
+                raise TransferError("the pickle refers to more objects than it can contain")
         return _Reader(data, allowed).load()
     except TransferError:
         raise
     except Exception as error:
-        raise TransferError(f"this is no pickle, or it is damaged: {type(error).__name__}: {error}") from None
+        raise TransferError(f"not a pickle, or a damaged one: {type(error).__name__}: {error}") from None
 
 
 def decoded(text: object, what: str) -> bytes:
-    """The bytes of a text in base64."""
+    """The bytes of a base64 string."""
     if not isinstance(text, str):
-        raise TransferError(f"{what} is a text in base64, not {type(text).__name__}")
+        raise TransferError(f"{what} must be a base64 string, not {type(text).__name__}")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -130,17 +130,17 @@ def decoded(text: object, what: str) -> bytes:
 
 
 class _Reader(pickle.Unpickler):
-    """Knows the names of a table."""
+    """Resolves names by a table only."""
 
     def __init__(self, data: bytes, allowed: dict[tuple[str, str], Any]) -> None:
         super().__init__(io.BytesIO(data))
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name."""
+        """The object that stands for a name."""
         found = self._allowed.get((module, name))
         if found is None:
             raise TransferError(
-                f"a pickle names {module}.{name}, which no tensor needs: nothing of it was run"
+                f"the pickle names {module}.{name}, which no tensor needs: nothing in it was run"
             )
         return found

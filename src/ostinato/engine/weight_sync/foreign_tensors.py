@@ -1,7 +1,7 @@
-"""Tensors in the memory of another process: on a CPU by shared memory or by bytes, on a GPU by CUDA IPC.
+"""Tensors in the memory of another process: on a CPU through shared memory or as bytes, on a GPU by CUDA IPC.
 
-Made from descriptions (`foreign_pickles`), with every number checked against the memory that is really there:
-torch believes whoever reduced a tensor, and would grow a file or read past its end.
+Built from descriptions (`foreign_pickles`), with every number checked against the actual memory: torch trusts
+whoever reduced a tensor, and would grow a file or read past its end.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SHARED_FILE = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,20}_[0-9]{1,20}")
 _MANAGER = re.compile(rb"(/[A-Za-z0-9._+-]+)*/torch-shm-dir-[A-Za-z0-9]+/manager\.sock")
 _LISTENER = re.compile(r"(/[A-Za-z0-9._+-]+)*/listener-[A-Za-z0-9_]+")
 _HEADER_BYTES = 64
-"""In front of the contents of a shared file: who still uses it."""
+"""Precedes the contents of a shared file: the count of its users."""
 _IPC_COUNTERS = 10_000
-"""Of users of CUDA memory, in the file in which torch has them."""
+"""The entries in the file in which torch counts the users of CUDA memory."""
 _MAX_DIMENSIONS = 8
 
 
 def tensor_of(given: object, what: str = "a tensor") -> Tensor:
-    """The tensor that a description speaks of, in the memory where it is. TransferError if that is not there,
-    or not as large as it should be. Whoever lent the memory may write to it again any time after."""
+    """The described tensor, in the memory where it lies. Raises TransferError if that memory does not exist
+    or is too small. The lender may write to it again at any time."""
     if not isinstance(given, Call):
-        raise TransferError(f"{what} is {_kind(given)} and no tensor")
+        raise TransferError(f"{what} must be a tensor, not {_kind(given)}")
     match given.function.name, given.arguments:
         case "rebuild_tensor", (Name(), storage, (offset, size, stride, bool())):
             return _view(*_typed(storage), offset, size, stride)
@@ -42,39 +42,41 @@ def tensor_of(given: object, what: str = "a tensor") -> Tensor:
             return tensor_of(inner, what)
         case (("rebuild_cuda_tensor" | "_rebuild_cuda_tensor_modified"), arguments):
             return cuda_tensor(arguments)
-    raise TransferError(f"{what}: {given.function.name} is not called like this for a tensor")
+    raise TransferError(f"{what}: {given.function.name} has unexpected arguments")
 
 
 def dtype_of(given: object) -> torch.dtype:
-    """The type that a pickle names."""
+    """The dtype that a pickle names."""
     if isinstance(given, Name) and given.module == "torch" and given.name in DTYPES:
         found: torch.dtype = getattr(torch, given.name)
         return found
-    raise TransferError(f"a dtype is a name of torch, not {_kind(given)}")
+    raise TransferError(f"a dtype must be one of torch's, not {_kind(given)}")
 
 
 def dtype_named(name: object) -> torch.dtype:
-    """The type of this name, with or without `torch.` in front."""
+    """The dtype of this name, with or without `torch.` in front."""
     short = name.removeprefix("torch.") if isinstance(name, str) else None
     if short not in DTYPES:
-        raise TransferError(f"there is no dtype {name!r}: use one of {', '.join(DTYPES)}")
+        raise TransferError(f"unknown dtype {name!r}: use one of {', '.join(DTYPES)}")
     found: torch.dtype = getattr(torch, short)
     return found
 
 
 def sizes_of(given: object) -> tuple[int, ...]:
-    """A shape or strides, as torch.Size or listed."""
+    """A shape or strides, from a torch.Size, a list or a tuple."""
     if isinstance(given, Call) and given.function == Name("torch", "Size") and len(given.arguments) == 1:
         given = given.arguments[0]
     if not isinstance(given, tuple | list) or len(given) > _MAX_DIMENSIONS:
-        raise TransferError(f"a shape is at most {_MAX_DIMENSIONS} numbers, not {_kind(given)}")
+        raise TransferError(
+            f"a shape must be a list of at most {_MAX_DIMENSIONS} integers, not {_kind(given)}"
+        )
     return tuple(_number(each) for each in given)
 
 
 def cuda_tensor(arguments: Sequence[Any]) -> Tensor:
-    """A tensor by the arguments of torch's `rebuild_cuda_tensor`; its device is a number or a GPU's UUID."""
+    """A tensor from the arguments of torch's `rebuild_cuda_tensor`; `device` is an index or a GPU's UUID."""
     if len(arguments) != 15:
-        raise TransferError(f"a tensor on a GPU is described by 15 things, not {len(arguments)}")
+        raise TransferError(f"a tensor on a GPU needs 15 arguments, not {len(arguments)}")
     _, size, stride, offset, _, dtype, device, handle, num_bytes, begin, _, *shared = arguments
     counter_file, counter, event, must_wait = shared
     kind, shape, strides = dtype_of(dtype), sizes_of(size), sizes_of(stride)
@@ -84,9 +86,11 @@ def cuda_tensor(arguments: Sequence[Any]) -> Tensor:
         return torch.empty(shape, dtype=kind, device=torch.device("cuda", index))
     is_counted = isinstance(counter_file, bytes) and _SHARED_FILE.fullmatch(counter_file)
     if not is_counted or not _number(counter) < _IPC_COUNTERS:
-        raise TransferError("memory of a GPU is lent with a count of its users, and this has none")
+        raise TransferError("the handle lacks torch's count of the GPU memory's users")
     if not isinstance(handle, bytes) or not isinstance(event, bytes) or not isinstance(must_wait, bool):
-        raise TransferError("handles of a GPU's memory are bytes")
+        raise TransferError(
+            "the handle of GPU memory is malformed: handle and event must be bytes, must_wait a boolean"
+        )
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     typed = torch.storage.TypedStorage
@@ -97,8 +101,8 @@ def cuda_tensor(arguments: Sequence[Any]) -> Tensor:
         )
     except RuntimeError as error:
         raise TransferError(
-            f"memory of another process on GPU {index} cannot be opened: {error}. It has to be alive, on the "
-            "same machine, and in another process than the engine"
+            f"GPU memory of another process cannot be opened on GPU {index}: {error}. That process must be "
+            "alive, on this machine, and not the engine itself"
         ) from None
     _check_allocation(found)
     return found
@@ -116,7 +120,7 @@ def _typed(given: object) -> tuple[torch.UntypedStorage, torch.dtype]:
             return _storage(storage), dtype_of(dtype)
         case Call(Name(_, "_load_from_bytes"), (bytes() as contents,)):
             return _loaded(contents)
-    raise TransferError("a tensor's memory is described in no way that is known")
+    raise TransferError("unknown description of a tensor's memory")
 
 
 def _loaded(contents: bytes) -> tuple[torch.UntypedStorage, torch.dtype]:
@@ -125,7 +129,7 @@ def _loaded(contents: bytes) -> tuple[torch.UntypedStorage, torch.dtype]:
     except Exception as error:
         raise TransferError(f"a tensor's bytes cannot be read: {type(error).__name__}: {error}") from None
     if not isinstance(found, torch.storage.TypedStorage):
-        raise TransferError(f"a tensor's bytes hold {_kind(found)} and no storage")
+        raise TransferError(f"a tensor's bytes must hold a storage, not {_kind(found)}")
     return found._untyped_storage, found.dtype
 
 
@@ -137,21 +141,21 @@ def _storage(given: object) -> torch.UntypedStorage:
             return _of_file(manager, file, _number(num_bytes))
         case Call(Name(_, "rebuild_storage_fd"), (Name(), SharedDescriptor() as shared, num_bytes)):
             return _of_descriptor(shared, _number(num_bytes))
-    raise TransferError("a tensor's memory is described in no way that is known")
+    raise TransferError("unknown description of a tensor's memory")
 
 
 def _of_file(manager: object, file: object, num_bytes: int) -> torch.UntypedStorage:
-    """Memory that torch shares by the name of a file (sharing strategy file_system)."""
+    """Memory that torch shares by file name (sharing strategy file_system)."""
     is_manager = isinstance(manager, bytes) and _MANAGER.fullmatch(manager)
     if not is_manager or not isinstance(file, bytes) or not _SHARED_FILE.fullmatch(file):
-        raise TransferError("shared memory is named as torch does it, and this is not")
+        raise TransferError("the name of the shared memory is not one that torch gives")
     try:
         there = os.stat(f"/dev/shm{os.fsdecode(file)}").st_size - _HEADER_BYTES
     except OSError as error:
-        raise TransferError(f"shared memory {os.fsdecode(file)} is not here: {error}") from None
+        raise TransferError(f"shared memory {os.fsdecode(file)} does not exist here: {error}") from None
     _check_size(there, num_bytes)
     try:
-        # The sender has counted us as a user of it; nobody but torch can say that we have come.
+        # The sender has already counted us as a user; this call tells torch that we have taken our place.
         found: Any = torch.UntypedStorage._new_shared_filename_cpu(manager, file, num_bytes)
         counted: torch.UntypedStorage = found._shared_decref()
         return counted
@@ -168,7 +172,7 @@ def _of_descriptor(shared: SharedDescriptor, num_bytes: int) -> torch.UntypedSto
         case {"_id": (str() as address, int() as key)} if _LISTENER.fullmatch(address):
             pass
         case _:
-            raise TransferError("a file descriptor is handed out at an address, and this has none")
+            raise TransferError("the shared file descriptor has no valid address")
     try:
         authkey = multiprocessing.current_process().authkey
         with multiprocessing.connection.Client(address, family="AF_UNIX", authkey=authkey) as sender:
@@ -176,9 +180,9 @@ def _of_descriptor(shared: SharedDescriptor, num_bytes: int) -> torch.UntypedSto
             descriptor = multiprocessing.reduction.recv_handle(sender)
     except (OSError, EOFError, RuntimeError, multiprocessing.AuthenticationError) as error:
         raise TransferError(
-            f"a file descriptor cannot be had: {type(error).__name__}: {error}. Only a process with "
-            "the same authkey gets it: call torch.multiprocessing.set_sharing_strategy('file_system') in the "
-            "trainer"
+            f"cannot get the trainer's file descriptor: {type(error).__name__}: {error}. Only a process "
+            "with the same authkey gets it: in the trainer, call "
+            "torch.multiprocessing.set_sharing_strategy('file_system')"
         ) from None
     try:
         _check_size(os.fstat(descriptor).st_size, num_bytes)
@@ -192,7 +196,7 @@ def _of_descriptor(shared: SharedDescriptor, num_bytes: int) -> torch.UntypedSto
 
 def _check_size(there: int, said: int) -> None:
     if there < said:
-        raise TransferError(f"shared memory has {max(there, 0):,} bytes, not {said:,} as was said")
+        raise TransferError(f"shared memory has {max(there, 0):,} bytes, fewer than the announced {said:,}")
 
 
 def _check_inside(shape: Sequence[int], strides: Sequence[int], offset: int, item: int, there: int) -> None:
@@ -202,21 +206,19 @@ def _check_inside(shape: Sequence[int], strides: Sequence[int], offset: int, ite
         return
     last = offset + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
     if (last + 1) * item > there:
-        raise TransferError(f"a tensor reaches to byte {(last + 1) * item:,} of memory that has {there:,}")
+        raise TransferError(f"a tensor ends at byte {(last + 1) * item:,}, but its memory has {there:,}")
 
 
 def _check_allocation(tensor: Tensor) -> None:
-    """Whether the memory behind a handle is as large as was said."""
+    """Raise TransferError if the memory behind a handle is smaller than announced."""
     from cuda.bindings import driver
 
     storage = tensor.untyped_storage()
     error, base, size = driver.cuMemGetAddressRange(storage.data_ptr())
-    # Of memory that torch has mapped piece by piece (expandable segments) the driver knows no range.
+    # The driver knows no range for memory that torch mapped piece by piece (expandable segments).
     is_known = error == driver.CUresult.CUDA_SUCCESS
     if is_known and storage.data_ptr() + storage.nbytes() > int(base) + size:
-        raise TransferError(
-            f"memory of another process ends before the {storage.nbytes():,} bytes it should have"
-        )
+        raise TransferError(f"memory of another process ends before the announced {storage.nbytes():,} bytes")
 
 
 def _device_index(given: object) -> int:
@@ -226,15 +228,15 @@ def _device_index(given: object) -> int:
         for index in range(count):
             if str(torch.cuda.get_device_properties(index).uuid) == wanted:
                 return index
-        raise TransferError(f"there is no GPU {given} here")
+        raise TransferError(f"this engine sees no GPU {given}")
     if _number(given) >= count:
-        raise TransferError(f"there is no GPU {given} here, of {count}")
+        raise TransferError(f"this engine sees no GPU {given}, only {count}")
     return _number(given)
 
 
 def _number(given: object) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given < 2**62:
-        raise TransferError(f"a size or a place is a number of at least 0, not {_kind(given)}")
+        raise TransferError(f"a size or an offset must be an integer of at least 0, not {_kind(given)}")
     return given
 
 

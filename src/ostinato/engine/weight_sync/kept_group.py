@@ -1,9 +1,9 @@
-"""A group whose meeting the engine keeps: it is rank 0 of vLLM's stateless group, and listens for the others.
+"""A group that the engine hosts: it is rank 0 of vLLM's stateless group and listens for the others.
 
 Note [Two ends of a store]
-The store that listens is one object, and what the group reads and writes through is another. Without the
-first, everybody who waits at the second is told at once: so whoever gives a meeting up also ends threads that
-know no other way to stop, and has the port back.
+The store that listens is one object; the group reads and writes through another. When the first is dropped,
+everyone waiting on the second gets an error at once. So giving up a rendezvous also ends threads that nothing
+else can stop, and frees the port.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .stateless_groups import PyNcclCommunicator, StatelessProcessGroup
 
 
 class KeptGroup:
-    """Through which TRL's `VLLMClient` sends: NCCL on a GPU, gloo on a CPU."""
+    """What TRL's `VLLMClient` sends through: NCCL on a GPU, gloo on a CPU."""
 
     def __init__(self, trainer: Place, device: torch.device, patience: Patience) -> None:
-        """Listen. `trainer`: where, and which rank is to come there."""
+        """Listen. `trainer`: the address, and the rank that the trainer will have."""
         self.device, self.source, self.port = device, trainer.rank, trainer.port
-        self._what = f"the meeting at {trainer.address}:{trainer.port}"
+        self._what = f"the rendezvous at {trainer.address}:{trainer.port}"
         self._stream = side_stream(device)
         self._patience = patience
         self._communicator: PyNcclCommunicator | None = None
@@ -42,7 +42,7 @@ class KeptGroup:
         return self._communicator is not None
 
     def meet(self) -> None:
-        """Wait for the trainer; TransferTimeout if it does not come."""
+        """Wait for the trainer. Raises TransferTimeout if it does not come."""
         self._communicator = awaited(self._patience, self._what, self._met)
 
     def _met(self) -> PyNcclCommunicator:
@@ -50,12 +50,12 @@ class KeptGroup:
             return PyNcclCommunicator(self._group, self.device)
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Wait for a broadcast and put it there; the trainer waits until all have it."""
+        """Wait for a broadcast and write it into `tensor`; the trainer waits until every rank has it."""
         awaited(self._patience, "a broadcast", lambda: self._receive(tensor, source))
 
     def _receive(self, tensor: Tensor, source: int) -> None:
         if self._communicator is None:
-            raise TransferError(f"{self._what} has not taken place")
+            raise TransferError(f"{self._what} has not taken place yet")
         with self.arriving():
             self._communicator.broadcast(tensor, source)
         if self._stream is not None:
@@ -63,13 +63,13 @@ class KeptGroup:
         self._group.barrier(self._patience.seconds)
 
     def arriving(self) -> AbstractContextManager[Any]:
-        """Allocate what is to be received inside."""
+        """Allocate what will be received inside."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def abort(self) -> None:
-        """Leave, and listen no longer; see Note [Two ends of a store]."""
+        """Leave and stop listening; see Note [Two ends of a store]."""
         self._store = None
-        communicator, self._communicator = self._communicator, None  # NCCL's is to be left once
+        communicator, self._communicator = self._communicator, None  # NCCL allows leaving only once
         if communicator is not None:
             awaited(self._patience, "leaving a group", communicator.destroy)
 
@@ -77,7 +77,7 @@ class KeptGroup:
 def _listening(place: Place, patience: Patience) -> tuple[dist.Store, StatelessProcessGroup]:
     limit = datetime.timedelta(seconds=patience.seconds)
     family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-    # By itself the store would listen on every address.
+    # On its own the store would listen on every address.
     with socket.create_server((place.address, place.port), family=family) as listener:
         options: dict[str, Any] = {"timeout": limit, "wait_for_workers": False, "use_libuv": False}
         at = (place.address, place.port, place.world_size)

@@ -1,4 +1,4 @@
-"""The few functions of NCCL that a broadcast needs, from the library that torch has loaded."""
+"""The few NCCL functions that a broadcast needs, from the library that torch has loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import TransferError
 
 ID_BYTES = 128
 _BYTES, _FLOATS, _SUM = 1, 7, 0
-"""NCCL's numbers of types and operations."""
+"""NCCL's codes for types and operations."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -23,7 +23,7 @@ class Communicator:
     """One rank among several, on one GPU."""
 
     def __init__(self, unique_id: bytes, rank: int, world_size: int, device: torch.device) -> None:
-        """Blocks until all ranks have come."""
+        """Blocks until all ranks have joined."""
         self.device = device
         self._library = _library()
         self._handle = ctypes.c_void_p()
@@ -32,12 +32,12 @@ class Communicator:
             self._call("ncclCommInitRank", ctypes.byref(self._handle), world_size, id, rank)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor with the source's, byte by byte; on the current stream. The source sends its own."""
+        """Fill `tensor` with the source's bytes, on the current stream; on the source itself, send it."""
         place, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
         self._call("ncclBroadcast", place, place, count, _BYTES, source, self._handle, self._stream)
 
     def sum_floats(self, tensor: Tensor) -> None:
-        """Add up float32 of all ranks, in place; on the current stream."""
+        """Sum float32 over all ranks, in place, on the current stream."""
         place = ctypes.c_void_p(tensor.data_ptr())
         count = ctypes.c_size_t(tensor.numel())
         self._call("ncclAllReduce", place, place, count, _FLOATS, _SUM, self._handle, self._stream)
@@ -59,7 +59,7 @@ class Communicator:
 
 
 def new_id() -> bytes:
-    """Of a communicator that others are to join."""
+    """The id for a communicator that others will join."""
     id = _UniqueId()
     if code := _library().ncclGetUniqueId(ctypes.byref(id)):
         raise TransferError(f"ncclGetUniqueId failed: {code}")
@@ -70,4 +70,4 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        raise TransferError(f"NCCL is not here: {error}") from None
+        raise TransferError(f"NCCL is not available: {error}") from None

@@ -1,9 +1,9 @@
-"""Weights as TRL's own server takes them: one parameter at a time, each announced before it comes.
+"""Weights as TRL's own server takes them: one parameter at a time, each announced before it is sent.
 
-The engine keeps the meeting and is rank 0, the trainer is the last rank and the source. It begins to send as
-soon as it is answered. So what it asks for has two halves here: one that refuses what cannot be, while the
-trainer still listens, and one that waits for it. Of what goes wrong in the second nobody hears unless the
-caller remembers it.
+The engine hosts the group as rank 0; the trainer is the last rank and the source. It starts to send as soon
+as its request is answered. So each request has two halves here: one that refuses what cannot work, while the
+trainer still reads the answer, and one that waits for the trainer. An error in the second half reaches nobody
+unless the caller keeps it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORLD_SIZE = 2
 
 
 class ParameterLink:
-    """Of one engine."""
+    """The parameter-by-parameter link of one engine."""
 
     def __init__(self, link: TrainerLink) -> None:
         self._link = link
@@ -40,17 +40,17 @@ class ParameterLink:
     # -- the group ---------------------------------------------------------------------------------
 
     def listen(self, address: str, port: int, world_size: int, device_uuid: str | None) -> Operation[None]:
-        """Make the place where the trainer is to come, which has a GPU of this UUID; then an earlier one is
-        left, or before if it is the same."""
+        """Listen for a trainer, whose GPU has this UUID. An earlier group is left once the new one listens,
+        or before if both use the same port."""
         if world_size != _WORLD_SIZE:
             raise TransferError(
-                f"world_size is {_WORLD_SIZE}, this engine and the trainer, not {world_size!r}"
+                f"world_size must be {_WORLD_SIZE}, this engine and the trainer, not {world_size!r}"
             )
         trainer = Place(address, port, world_size - 1, world_size)
         device = self._link.device
         if device.type == "cuda" and device_uuid == str(torch.cuda.get_device_properties(device).uuid):
             raise TransferError(
-                f"the trainer is on this engine's GPU {device_uuid}: NCCL takes no two ranks on one"
+                f"the trainer is on this engine's GPU {device_uuid}: NCCL needs a GPU for each rank"
             )
         if self._awaits_trainer:
             yield self._link.give_up_others
@@ -68,7 +68,7 @@ class ParameterLink:
             yield from self._awaited(group, group.meet)
 
     def leave(self) -> Operation[None]:
-        """Leave the group, if there is one; whoever still waits in it is told, and has ended then."""
+        """Leave the group, if there is one; if someone is waiting in it, make them stop first."""
         if self._awaits_trainer:
             yield self._link.give_up_others
         group, self._group = self._group, None
@@ -87,9 +87,9 @@ class ParameterLink:
     # -- parameters --------------------------------------------------------------------------------
 
     def check(self, weight: object, dtype: object, shape: object) -> None:
-        """TransferError or WeightsError for a parameter that is not to come."""
+        """Raises TransferError or WeightsError for a parameter that must not be sent."""
         if not self._known_group().has_met:
-            raise TransferError("the trainer has not come to the meeting yet")
+            raise TransferError("the trainer has not joined the group yet")
         [one] = announced([weight], [dtype], [shape])
         if not self._places.are_current:
             self._places = WeightPlaces(self._link.model)
@@ -100,7 +100,7 @@ class ParameterLink:
             self._places.checked(place, torch.empty((), dtype=one.dtype).expand(one.shape))
 
     def receive(self, weight: object, dtype: object, shape: object) -> Operation[WeightsReport]:
-        """Wait for a parameter, and write it."""
+        """Wait for a parameter and write it."""
         self.check(weight, dtype, shape)
         group, entries = self._known_group(), announced([weight], [dtype], [shape])
         with self._alone():
@@ -113,13 +113,13 @@ class ParameterLink:
         try:
             return (yield wait)
         except Exception:
-            # Nobody knows how far the trainer is: its next broadcast could be taken for this one.
+            # The trainer's position is unknown: its next broadcast could be mistaken for this one.
             yield lambda: self._drop(group)
             raise
 
     def _known_group(self) -> KeptGroup:
         if self._group is None:
-            raise TransferError("there is no communicator: /init_communicator/ makes one")
+            raise TransferError("there is no communicator: call /init_communicator/ first")
         return self._group
 
     def _drop(self, group: KeptGroup) -> None:

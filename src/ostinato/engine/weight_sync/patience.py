@@ -1,4 +1,4 @@
-"""Waiting for a trainer no longer than agreed, in calls that know no limit of their own."""
+"""Waiting for a trainer with a time limit, in calls that have none of their own."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _LOOK_SECONDS = 0.05
 
 
 class Patience:
-    """Of one who waits for one thing at a time."""
+    """A time limit for waiting, for one wait at a time; the wait can be given up from another thread."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._is_given_up = threading.Event()
 
     def within(self, what: str, function: Callable[[], _Found]) -> _Found:
-        """What `function` returns. TransferTimeout if it takes longer, TransferError after `give_up`: it goes
-        on, and nobody looks at it."""
+        """The result of `function`, run in a thread. Raises TransferTimeout if it takes longer than the
+        limit, TransferError after `give_up`; the thread then runs on and its result is ignored."""
         self._is_given_up.clear()
         outcome: list[Any] = []
 
@@ -37,7 +37,7 @@ class Patience:
         end = time.monotonic() + self.seconds
         while thread.is_alive():
             if self._is_given_up.is_set():
-                raise TransferError(f"{what} was given up for a later call")
+                raise TransferError(f"{what} was abandoned in favour of a later call")
             if time.monotonic() >= end:
                 raise TransferTimeout(f"{what} took longer than {self.seconds:g} s")
             thread.join(min(_LOOK_SECONDS, max(0.0, end - time.monotonic())))
@@ -48,15 +48,15 @@ class Patience:
         return result
 
     def until(self, what: str, look: Callable[[float], bool]) -> None:
-        """Call `look`, which waits for so many seconds, until it says yes; errors as of `within`."""
+        """Call `look`, which waits that many seconds, until it returns True. Raises as `within` does."""
         self._is_given_up.clear()
         end = time.monotonic() + self.seconds
         while not look(_LOOK_SECONDS):
             if self._is_given_up.is_set():
-                raise TransferError(f"{what} was given up for a later call")
+                raise TransferError(f"{what} was abandoned in favour of a later call")
             if time.monotonic() >= end:
                 raise TransferTimeout(f"{what} took longer than {self.seconds:g} s")
 
     def give_up(self) -> None:
-        """Wait no longer."""
+        """Stop the current wait."""
         self._is_given_up.set()

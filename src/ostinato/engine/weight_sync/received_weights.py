@@ -1,7 +1,7 @@
-"""Weights on their way: what a group brings, beside the engine's steps, before any of it is used.
+"""Receiving weights from a group, alongside the engine's steps, before any of them is used.
 
-Whatever was announced is received as it was announced, also if it will be refused: the trainer is in the
-middle of a broadcast, and would hang with all its ranks if somebody did not come to it.
+Whatever was announced is received as announced, even if it will be refused: the trainer is in the middle of
+a broadcast, and all its ranks would hang if one receiver were missing.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from .errors import TransferError
 from .wire_formats import Announced, Pairs, packed_tensors
 
 _SPARE = 512 * 2**20
-"""Bytes of a GPU that are left to others."""
+"""Bytes of GPU memory left free for others."""
 
 
 class Landing:
-    """Where weights wait for the others: on the device if there is room for all, else on the host."""
+    """Where received weights wait for the rest: on the device if all of them fit, else on the host."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._to_host = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < num_bytes + _SPARE
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The same, where it stays; `tensor` is on its way and nobody else writes to it."""
+        """The tensor in its place; nobody else writes to `tensor`."""
         return tensor.cpu() if self._to_host else tensor
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same, where it stays, while its owner may write to `tensor` again."""
+        """A copy in its place, because the owner of `tensor` may write to it again."""
         return tensor.to("cpu", copy=True) if self._to_host else tensor.clone()
 
 
 def received(
     group: BroadcastGroup, entries: Sequence[Announced], source: int, packed_bytes: int | None
 ) -> Pairs:
-    """What rank `source` broadcasts: each tensor by itself, or as bytes, so many at a time that they are more
-    than `packed_bytes`."""
+    """What rank `source` broadcasts: tensor by tensor, or packed into chunks of bytes, each closed once it
+    exceeds `packed_bytes`."""
     landing = Landing(group.device, sum(one.num_bytes for one in entries))
     found: Pairs = []
     with group.arriving():
@@ -57,7 +57,7 @@ def received(
 
 
 def _chunks(entries: Sequence[Announced], packed_bytes: int | None) -> Iterator[list[Announced]]:
-    """Cut as the sender does, which is told nothing else than the size."""
+    """Chunks exactly as the sender makes them: both sides know nothing but the size."""
     chunk: list[Announced] = []
     size = 0
     for one in entries:
@@ -71,9 +71,9 @@ def _chunks(entries: Sequence[Announced], packed_bytes: int | None) -> Iterator[
 
 
 def check_amount(entries: Sequence[Announced], most: int) -> None:
-    """TransferError for more than any update of this model has."""
+    """Raises TransferError for more bytes than any update of this model has."""
     wanted = sum(one.num_bytes for one in entries)
     if wanted > most:
         raise TransferError(
-            f"{wanted:,} bytes were announced, and this model's weights take {most:,} at most"
+            f"{wanted:,} bytes were announced, but this model's weights take at most {most:,}"
         )

@@ -1,12 +1,12 @@
-"""Weights through one buffer that another process fills again and again: checkpoint-engine's protocol.
+"""Weights through one buffer that another process fills repeatedly: checkpoint-engine's protocol.
 
-The other process asks over a socket of ZeroMQ and waits for each answer: with the handle of the buffer; for
-every filling with a list of what lies where; with None when nothing more comes; and with None once more when
-it has taken the buffer back. An empty answer means done, a text what went wrong; whoever has read one may go
-on nevertheless or send an exception, which is the end.
+The other process sends requests over a ZeroMQ socket and waits for each answer: first the handle of the
+buffer; then, for every filling, a list of what lies where; then None when there is no more; and None again
+when it has taken the buffer back. An empty answer means success, any other text is the error; after an error
+the other process may continue, or send an exception, which ends the update.
 
-What lies in the buffer is copied before the answer, for then it is filled again. Weights are written when all
-have come, all together: the answer to the first None.
+The buffer's contents are copied before the answer, because the buffer is refilled after it. The weights are
+written all together, once all have arrived, before the answer to the first None.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from .received_weights import Landing
 from .wire_formats import Announced, Pairs, cut_out
 
 _LAST_WORD_SECONDS = 30.0
-"""Until the other process has taken its buffer back; older ones say nothing."""
+"""To wait for the other process to take its buffer back; older versions do not say so."""
 
 
 def address_for(device: torch.device, handles: object) -> str:
-    """Where the process of this device's weights listens, of addresses by the names of devices."""
+    """The address at which the sender for this device listens; `handles` maps device names to addresses."""
     own = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
     known = handles if isinstance(handles, Mapping) else {}
     found = known.get(own, known.get(f"GPU-{own}"))
     if not isinstance(found, str):
         names = ", ".join(map(str, known)) or "nothing"
-        raise TransferError(f"zmq_handles has no address for this engine's device {own}, but for {names}")
+        raise TransferError(f"zmq_handles has no address for this engine's device {own}, only for {names}")
     if not found.startswith("ipc://"):
-        raise TransferError(f"memory is shared on one machine: an address begins with ipc://, not {found!r}")
+        raise TransferError(
+            f"memory can only be shared on one machine: an address must begin with ipc://, not {found!r}"
+        )
     return found
 
 
@@ -45,14 +47,14 @@ class SharedBuffer:
     """One update through it. Between two calls the other process waits for an answer."""
 
     def __init__(self, address: str, device: torch.device, patience: Patience, most_bytes: int) -> None:
-        """Nothing is connected yet; more than `most_bytes` are refused."""
+        """Does not connect yet. More than `most_bytes` are refused."""
         self._address, self._device, self._patience = address, device, patience
         self._most_bytes = most_bytes
         self._socket: Any = None
 
     def received(self) -> Pairs:
-        """All that comes, with the last question unanswered. What goes wrong is told in the next answer, and
-        raised when the other process has stopped."""
+        """All weights, leaving the last request unanswered. An error is sent in the next answer, and raised
+        when the other process has stopped."""
         try:
             import zmq
         except ModuleNotFoundError as error:
@@ -75,7 +77,7 @@ class SharedBuffer:
         return filling.found
 
     def finish(self, error: str = "") -> None:
-        """Answer the last question: the weights are written, or why not. The buffer is let go before."""
+        """Answer the last request: the weights are written, or why not. The buffer is released first."""
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
         self._socket.send_string(error)
@@ -84,13 +86,13 @@ class SharedBuffer:
             self._socket.send(b"")
 
     def close(self) -> None:
-        """Hear no more."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
 
     def _hear(self, take: Callable[[Any], None]) -> bool:
-        """Whether nothing more comes; else what came is taken."""
-        what = f"a word of the trainer at {self._address}"
+        """Wait for a message. True if it says that there is no more; otherwise `take` gets it."""
+        what = f"a message from the trainer at {self._address}"
         self._patience.until(what, lambda seconds: bool(self._socket.poll(1000 * seconds)))
         said = described(self._socket.recv())
         if said is not None:
@@ -99,7 +101,7 @@ class SharedBuffer:
 
 
 class _Fillings:
-    """What has come so far, and the first thing that was wrong with it."""
+    """What has arrived so far, and the first error in it."""
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self._device, self._most_bytes = device, most_bytes
@@ -110,24 +112,26 @@ class _Fillings:
 
     @property
     def problem(self) -> str:
-        """In words; nothing if there is none."""
+        """The error as text; empty if there is none."""
         return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
     def open(self, handle: object) -> None:
-        """The first word: where the buffer is."""
+        """The first message: where the buffer is."""
         try:
             self._buffer = _buffer_of(handle, self._device)
         except Exception as error:
             self.error = error
 
     def add(self, entries: object) -> None:
-        """It was filled, with these."""
+        """The buffer was filled with these entries."""
         if self.error is not None or self._buffer is None:
             return
         try:
             parts = list(_parts(entries, self._buffer))
             if sum(part.nbytes for _, part in (*self.found, *parts)) > self._most_bytes:
-                raise TransferError(f"more than {self._most_bytes:,} bytes came, which no update has")
+                raise TransferError(
+                    f"more than {self._most_bytes:,} bytes were sent, more than any update of this model has"
+                )
             self.found += [(name, self._landing.copy(part)) for name, part in parts]
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
@@ -140,20 +144,24 @@ def _buffer_of(handle: object, device: torch.device) -> Tensor:
         case (Name() as function, tuple() as arguments):
             call = Call(function, arguments)
         case _:
-            raise TransferError("first comes the handle of a buffer: what torch's reduce_tensor makes")
+            raise TransferError(
+                "the first message must be the handle of a buffer, as torch's reduce_tensor makes it"
+            )
     if device.type == "cuda" and len(arguments) == 15:
-        # The number is the sender's, who may see other devices than we do.
+        # The index is the sender's, who may see other devices than we do.
         buffer = cuda_tensor([*arguments[:6], device.index or 0, *arguments[7:]])
     else:
         buffer = tensor_of(call, "the buffer")
     if buffer.dtype != torch.uint8 or buffer.ndim != 1:
-        raise TransferError(f"a buffer is bytes in a row, not {buffer.dtype} {list(buffer.shape)}")
+        raise TransferError(
+            f"the buffer must be one-dimensional and of torch.uint8, not {buffer.dtype} {list(buffer.shape)}"
+        )
     return buffer
 
 
 def _parts(entries: object, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
     if not isinstance(entries, list):
-        raise TransferError(f"what lies in a buffer is told by a list, not {type(entries).__name__}")
+        raise TransferError(f"the contents of a buffer must be a list, not {type(entries).__name__}")
     for entry in entries:
         match entry:
             case {"name": str() as name, "shape": shape, "dtype": dtype, "offset": offset}:
@@ -161,4 +169,4 @@ def _parts(entries: object, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
                 [begin] = sizes_of((offset,))
                 yield name, cut_out(buffer, begin, begin + one.num_bytes, one)
             case _:
-                raise TransferError("an entry of a buffer has a name, a shape, a dtype and an offset")
+                raise TransferError("an entry of a buffer must have a name, a shape, a dtype and an offset")

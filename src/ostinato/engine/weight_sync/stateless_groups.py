@@ -1,7 +1,7 @@
-"""vLLM's groups for code of trainers that makes them itself: `StatelessProcessGroup`, `PyNcclCommunicator`.
+"""vLLM's groups, for trainers that make them themselves: `StatelessProcessGroup`, `PyNcclCommunicator`.
 
-They speak with vLLM's own, in both roles, on GPUs. On a CPU, where vLLM's is switched off, a communicator is
-gloo's and speaks with another one of ours.
+On GPUs they work with vLLM's own classes, as either end. On a CPU, where vLLM's are disabled, the
+communicator uses gloo and works only with another one of ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .stateless_nccl import pickled_id, pickled_text, text_of, unique_id
 
 
 class StatelessProcessGroup:
-    """Ranks that meet in a store which rank 0 keeps."""
+    """Ranks that meet in a store hosted by rank 0."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
         self.rank, self.world_size, self.store = rank, world_size, store
@@ -31,7 +31,7 @@ class StatelessProcessGroup:
     def create(
         host: str, port: int, rank: int, world_size: int, *, store_timeout: float = 300
     ) -> StatelessProcessGroup:
-        """Wait for rank 0; it waits for nobody."""
+        """Wait for rank 0; rank 0 itself waits for nobody."""
         limit = datetime.timedelta(seconds=store_timeout)
         is_first = rank == 0
         store = dist.TCPStore(
@@ -40,20 +40,20 @@ class StatelessProcessGroup:
         return StatelessProcessGroup(rank, world_size, store)
 
     def sent(self, pickled: bytes) -> str:
-        """Leave something for all others; the key under which it lies."""
+        """Leave something for all other ranks; returns its key."""
         key = f"broadcast_from/{self.rank}/{self._num_sent}"
         self.store.set(key, pickled)
         self._num_sent += 1
         return key
 
     def received(self, source: int) -> bytes:
-        """The next that a rank has left for all."""
+        """The next item that rank `source` left for all."""
         found: bytes = self.store.get(f"broadcast_from/{source}/{self._num_received[source]}")
         self._num_received[source] += 1
         return found
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Wait until all ranks have come; rank 0 until all have gone on, when nobody needs the keys again."""
+        """Wait until all ranks have arrived; rank 0 also until all have left, then it deletes the keys."""
         limit = datetime.timedelta(seconds=timeout)
         if self.rank:
             name = text_of(self.received(0))
@@ -75,7 +75,7 @@ class StatelessProcessGroup:
 
 
 class PyNcclCommunicator:
-    """Broadcasts between the ranks of a group, each on a GPU of its own."""
+    """Broadcasts between the ranks of a group, each on its own GPU."""
 
     def __init__(self, group: StatelessProcessGroup, device: int | str | torch.device) -> None:
         """Wait for all ranks."""
@@ -97,10 +97,10 @@ class PyNcclCommunicator:
         torch.cuda.current_stream(self.device).synchronize()
 
     def broadcast(self, tensor: Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Send a tensor, or fill it with the source's; on a GPU without waiting for it."""
+        """Send `tensor`, or fill it with the source's; on a GPU without waiting for completion."""
         if tensor.device.type != self.device.type or not tensor.is_contiguous():
             raise TransferError(
-                f"a broadcast takes contiguous tensors on {self.device}, not on {tensor.device}"
+                f"a broadcast needs a contiguous tensor on {self.device}, got one on {tensor.device}"
             )
         if self.device.type != "cuda":
             options = dist.BroadcastOptions()

@@ -1,7 +1,7 @@
-"""Groups as vLLM's trainers make them: a store for the meeting, and NCCL without torch.distributed.
+"""Groups as vLLM's trainers make them: a store to meet in, and NCCL without torch.distributed.
 
-Rank 0, the trainer, keeps a TCPStore and leaves NCCL's id in it, pickled; then every rank joins and all add
-up one number (vLLM's `StatelessProcessGroup` and `PyNcclCommunicator`).
+Rank 0, the trainer, hosts a TCPStore and leaves NCCL's id in it, pickled; then every rank joins and all sum
+one number (vLLM's `StatelessProcessGroup` and `PyNcclCommunicator`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ID_NAMES = {
 
 
 class StatelessGroup:
-    """Through which vLLM's `NCCLTrainerWeightTransferEngine` sends."""
+    """What vLLM's `NCCLTrainerWeightTransferEngine` sends through."""
 
     def __init__(self, place: Place, device: torch.device, patience: Patience) -> None:
-        """Meet the others; TransferTimeout if they do not come."""
+        """Meet the others. Raises TransferTimeout if they do not come."""
         if device.type != "cuda":
-            raise TransferError("NCCL is for GPUs, and this engine is on a CPU")
+            raise TransferError("NCCL needs a GPU, and this engine runs on a CPU")
         self.device = device
         self._stream = side_stream(device)
         self._patience = patience
-        what = f"the meeting at {place.address}:{place.port}"
+        what = f"the rendezvous at {place.address}:{place.port}"
         self._communicator = awaited(patience, what, lambda: self._joined(place))
 
     def _joined(self, place: Place) -> Communicator:
@@ -61,7 +61,7 @@ class StatelessGroup:
         return communicator
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Wait for a broadcast and put it there."""
+        """Wait for a broadcast and write it into `tensor`."""
         awaited(self._patience, "a broadcast", lambda: self._receive(tensor, source))
 
     def _receive(self, tensor: Tensor, source: int) -> None:
@@ -70,26 +70,26 @@ class StatelessGroup:
             torch.cuda.current_stream(self.device).synchronize()
 
     def arriving(self) -> AbstractContextManager[Any]:
-        """Allocate what is to be received inside."""
+        """Allocate what will be received inside."""
         return torch.cuda.stream(self._stream)
 
     def abort(self) -> None:
-        """Leave; what is under way does not come any more."""
+        """Leave; transfers under way are abandoned."""
         awaited(self._patience, "leaving a group", self._communicator.abort)
 
 
 def unique_id(pickled: bytes) -> bytes:
-    """NCCL's id, as vLLM leaves it in the store: the bytes of a ctypes structure."""
+    """NCCL's id as vLLM leaves it in the store: the bytes of a ctypes structure."""
     match described(pickled, _ID_NAMES):
         case Call(Name(_, "_unpickle"), (Name(_, "ncclUniqueId"), (_, bytes() as found))) if (
             len(found) == ID_BYTES
         ):
             return found
-    raise TransferError("what the trainer has left in the store is no id of NCCL")
+    raise TransferError("what the trainer left in the store is not an NCCL id")
 
 
 def pickled_id(id: bytes) -> bytes:
-    """The same the other way, for a trainer's vLLM to read."""
+    """The inverse, for a trainer's vLLM to read."""
     return (
         b"\x80\x04"
         + b"".join(f"c{module}\n{name}\n".encode() for module, name in _ID_NAMES)
@@ -98,13 +98,13 @@ def pickled_id(id: bytes) -> bytes:
 
 
 def text_of(pickled: bytes) -> str:
-    """A text that another rank has left."""
+    """A string that another rank has left."""
     found = described(pickled, {})
     if not isinstance(found, str):
-        raise TransferError("what another rank has left in the store is no text")
+        raise TransferError("what another rank left in the store is not a string")
     return found
 
 
 def pickled_text(text: str) -> bytes:
-    """The other way."""
+    """The inverse."""
     return pickle.dumps(text)

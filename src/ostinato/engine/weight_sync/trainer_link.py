@@ -1,13 +1,13 @@
-"""What a trainer's process may do with the weights of one engine.
+"""What a trainer's process can do with the weights of one engine.
 
-An operation that has to wait for the trainer, or to open its memory, is a generator: what it yields is to be
-called beside the engine's steps, and what comes of it is sent back; between, and at the end where weights are
-written, no step is under way. `done_here` runs one in the caller's thread.
+An operation that has to wait for the trainer, or to open its memory, is a generator: each callable that it
+yields is to be called alongside the engine's steps, and its result sent back. In between, and at the end when
+weights are written, no step may be under way. `done_here` runs an operation in the caller's thread.
 
 Note [All of an update]
-vLLM's updates come in parts between `start` and `finish`. The parts are kept as they come and written at
-`finish`, all together: no step ever computes with a mixture, and an update that is given up on the way has
-changed nothing. SGLang's calls are updates of their own.
+vLLM's updates come in parts between `start` and `finish`. The parts are kept and written together at
+`finish`: no step ever computes with a mixture, and an update that is abandoned midway has changed nothing.
+Each of SGLang's calls is an update of its own.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Apply = Callable[[NamedTensors | str | Path, str | None], WeightsReport]
 _Result = TypeVar("_Result")
 Operation = Generator[Callable[[], Any], Any, _Result]
 _WHOLE = 2**62
-"""Bytes at a time: all."""
+"""`packed_bytes` for everything at once."""
 _PACKED_BYTES = 2**30
-"""vLLM's, where nobody says."""
+"""vLLM's default."""
 _GIVING_UP_SECONDS = 5.0
 _BY_GROUP = {"master_address", "master_port", "rank_offset", "world_size"}
 _BY_EITHER = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
 
 
 def done_here(operation: Operation[_Result]) -> _Result:
-    """Run an operation; its result."""
+    """Run an operation to its end; returns its result."""
     found: Any = None
     error: Exception | None = None
     while True:
@@ -68,7 +68,7 @@ def done_here(operation: Operation[_Result]) -> _Result:
 
 
 def advanced(operation: Operation[Any], found: Any, error: Exception | None) -> tuple[bool, Any]:
-    """Go on with what came of the last wish: whether that was the end, and the result or the next wish."""
+    """Resume with the result of the last callable: (True, result) at the end, else (False, next callable)."""
     try:
         return False, operation.send(found) if error is None else operation.throw(error)
     except StopIteration as end:
@@ -76,16 +76,16 @@ def advanced(operation: Operation[Any], found: Any, error: Exception | None) -> 
 
 
 class TrainerLink:
-    """Of one engine."""
+    """The trainer's access to one engine."""
 
     def __init__(self, model: Transformer, apply: Apply, seconds: float) -> None:
-        """`apply` writes weights, all or none, as `LLM.update_weights`; a trainer has `seconds` to come."""
+        """`apply` writes weights, all or none, as `LLM.update_weights`; a trainer has `seconds` to answer."""
         self.model, self.apply = model, apply
         self.patience = Patience(seconds)
         self._groups: dict[str, BroadcastGroup] = {}
         self._transfer: _Transfer | None = None
         self._arrived: dict[str, Tensor] | None = None
-        """Of the update that was started and is not finished."""
+        """Weights of the update that was started and is not finished."""
         self._busy = threading.Lock()
         self.checks = WeightChecks(model, apply)
 
@@ -95,7 +95,7 @@ class TrainerLink:
 
     @property
     def _most_bytes(self) -> int:
-        """Of weights in the largest type that is taken, and an output layer that is tied here."""
+        """An upper bound: every weight in the largest dtype accepted, with an output layer even if tied."""
         return 8 * sum(view.numel() for view in checkpoint_tensors(self.model).values())
 
     # -- as SGLang's clients ask for it ------------------------------------------------------------
@@ -109,7 +109,7 @@ class TrainerLink:
             return self.apply(pairs, version)
 
     def update_through_buffer(self, handles: object, version: str | None) -> Operation[WeightsReport]:
-        """Weights that another process puts into a buffer of its own, one filling after the other."""
+        """Weights that another process puts into its buffer, one filling after the other."""
         address = address_for(self._device, handles)
         with self.alone():
             buffer = SharedBuffer(address, self._device, self.patience, self._most_bytes)
@@ -129,9 +129,9 @@ class TrainerLink:
     def join(
         self, group_name: str, address: str, port: int, rank_offset: int, world_size: int, backend: str
     ) -> Operation[None]:
-        """Meet the trainer in a group of torch.distributed; one of the same name is left."""
+        """Meet the trainer in a group of torch.distributed; an earlier one of the same name is left."""
         if not isinstance(group_name, str) or not group_name:
-            raise TransferError(f"a group's name is a text, not {group_name!r}")
+            raise TransferError(f"group_name must be a non-empty string, not {group_name!r}")
         place = Place(address, port, rank_offset, world_size)
         yield self.give_up_others
         with self.alone():
@@ -146,7 +146,7 @@ class TrainerLink:
         with self.alone():
             group = self._groups.pop(group_name, None)
             if group is None:
-                raise TransferError(f"there is no group {group_name!r}: {self._known_groups}")
+                raise TransferError(f"unknown group {group_name!r}: {self._known_groups}")
             yield lambda: left(group)
 
     def update_from_group(
@@ -160,9 +160,9 @@ class TrainerLink:
     ) -> Operation[WeightsReport]:
         """Weights that rank 0 of a group broadcasts."""
         if load_format not in (None, "auto", "flattened_bucket"):
-            raise TransferError(f"there is no load_format {load_format!r}: use none or flattened_bucket")
+            raise TransferError(f"unknown load_format {load_format!r}: leave it out, or use flattened_bucket")
         if group_name not in self._groups:
-            raise TransferError(f"there is no group {group_name!r}: {self._known_groups}")
+            raise TransferError(f"unknown group {group_name!r}: {self._known_groups}")
         entries = announced(names, dtypes, shapes)
         check_amount(entries, self._most_bytes)
         with self.alone():
@@ -171,7 +171,7 @@ class TrainerLink:
             try:
                 pairs: Pairs = yield lambda: received(group, entries, 0, packed)
             except Exception:
-                # Nobody knows how far the others are: the next broadcast could be taken for this one.
+                # The others' position is unknown: the next broadcast could be mistaken for this one.
                 self._groups.pop(group_name, None)
                 yield lambda: left(group)
                 raise
@@ -180,17 +180,19 @@ class TrainerLink:
     @property
     def _known_groups(self) -> str:
         known = ", ".join(self._groups)
-        return f"there are {known}" if known else "there is none, init_weights_update_group makes one"
+        return f"the groups are {known}" if known else "there are none, call init_weights_update_group first"
 
     # -- as vLLM's clients ask for it --------------------------------------------------------------
 
     def init_transfer(self, init_info: object) -> Operation[None]:
-        """Agree with the trainer how weights come: through a group, or, where no address is given, by handles
+        """Agree with the trainer on how weights come: through a group, or, if no address is given, by handles
         of its memory."""
         given = _checked_keys(init_info, _BY_GROUP | _BY_EITHER, "init_info")
         packed_bytes = given.get("packed_buffer_size_bytes", _PACKED_BYTES)
         if not isinstance(packed_bytes, int) or packed_bytes < 1:
-            raise TransferError(f"packed_buffer_size_bytes is a number of at least 1, not {packed_bytes!r}")
+            raise TransferError(
+                f"packed_buffer_size_bytes must be an integer of at least 1, not {packed_bytes!r}"
+            )
         is_packed = bool(given.get("packed", False))
         yield self.give_up_others
         with self.alone():
@@ -202,7 +204,7 @@ class TrainerLink:
                 self._transfer = _Transfer(None, is_packed, packed_bytes)
                 return
             if missing := _BY_GROUP - given.keys():
-                raise TransferError(f"init_info lacks {', '.join(sorted(missing))}")
+                raise TransferError(f"init_info must also have {', '.join(sorted(missing))}")
             place = Place(
                 *(given[each] for each in ("master_address", "master_port", "rank_offset", "world_size"))
             )
@@ -214,15 +216,16 @@ class TrainerLink:
         return TorchGroup(place, DEFAULT_NAMES, "gloo", self._device, self.patience)
 
     def start(self) -> None:
-        """Begin an update; of one that was not finished nothing is left."""
+        """Begin an update; an unfinished one is dropped."""
         if self._arrived:
             logger.warning(
-                "an update of weights was not finished: %d weights are dropped", len(self._arrived)
+                "the previous update of weights was not finished: its %d weights are dropped",
+                len(self._arrived),
             )
         self._arrived = {}
 
     def receive(self, update_info: object) -> Operation[int]:
-        """A part of an update; how many weights it had. If it fails, the update is over."""
+        """Receive a part of an update; returns its number of weights. If it fails, the update is over."""
         transfer, arrived = self._transfer, self._arrived
         if transfer is None:
             raise TransferError("call init_weight_transfer_engine before update_weights")
@@ -239,33 +242,33 @@ class TrainerLink:
             return len(pairs)
 
     def finish(self, version: str | None) -> WeightsReport | None:
-        """Write what has come; None if that is nothing."""
+        """Write what has arrived; None if nothing has."""
         arrived = self._arrived
         if arrived is None:
-            raise TransferError("no update is under way: start_weight_update begins one")
+            raise TransferError("no update is under way: call start_weight_update first")
         report = self.apply(arrived, version) if arrived else None
         self._arrived = None
         return report
 
     def drop_group(self, transfer: _Transfer) -> None:
-        """After a failure."""
+        """Forget a transfer's group after a failure."""
         if self._transfer is transfer:
             self._transfer = None
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """The device of the weights."""
         return self._device
 
     def check_amount(self, entries: list[Any]) -> None:
-        """TransferError for more than any update has."""
+        """Raises TransferError for more bytes than any update has."""
         check_amount(entries, self._most_bytes)
 
     # -- both --------------------------------------------------------------------------------------
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """One transfer at a time; TransferError while another one is under way."""
+        """One transfer at a time. Raises TransferError if another one is under way."""
         if not self._busy.acquire(blocking=False):
             raise TransferError("another transfer of weights is under way")
         try:
@@ -274,7 +277,7 @@ class TrainerLink:
             self._busy.release()
 
     def give_up_others(self) -> None:
-        """Whoever meets us anew has lost what we may be waiting for, or is somebody else."""
+        """Stop any wait: a trainer that connects again has lost what we may be waiting for, or is another."""
         end = time.monotonic() + _GIVING_UP_SECONDS
         while self._busy.locked() and time.monotonic() < end:
             self.patience.give_up()
@@ -291,7 +294,7 @@ class TrainerLink:
 
 
 class _Transfer:
-    """How vLLM's weights come."""
+    """How weights come in vLLM's protocol."""
 
     def __init__(self, group: BroadcastGroup | None, is_packed: bool, packed_bytes: int) -> None:
         self.group = group
@@ -307,7 +310,7 @@ class _Transfer:
         group = self.group
         if group is None:
             return (yield lambda: self._copied(given, link.device))
-        # TRL's async_grpo says it with each update, as vLLM 0.22 had it.
+        # TRL's async_grpo passes `packed` with each update, as vLLM 0.22 did.
         packed = self._packed_bytes if given.get("packed", self._is_packed) else None
         try:
             return (yield lambda: received(group, entries, 0, packed))
@@ -317,7 +320,7 @@ class _Transfer:
             raise
 
     def _copied(self, given: dict[str, Any], device: torch.device) -> Pairs:
-        """The trainer uses its memory for the next part as soon as this one is answered."""
+        """Copies, because the trainer reuses its memory for the next part as soon as this one is answered."""
         pairs = vllm_tensors(given, device, is_packed=self._is_packed)
         landing = Landing(device, sum(tensor.nbytes for _, tensor in pairs))
         copies = [(name, landing.copy(tensor)) for name, tensor in pairs]
@@ -326,16 +329,16 @@ class _Transfer:
 
 
 def left(group: BroadcastGroup) -> None:
-    """Leave a group, in order or not."""
+    """Leave a group, cleanly or not."""
     try:
         group.abort()
     except (TransferError, RuntimeError):
-        logger.warning("a group of processes could not be left in order", exc_info=True)
+        logger.warning("a process group could not be left cleanly", exc_info=True)
 
 
 def _checked_keys(given: object, known: set[str], what: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise TransferError(f"{what} is an object, not {type(given).__name__}")
+        raise TransferError(f"{what} must be an object, not {type(given).__name__}")
     if strange := sorted(map(str, given.keys() - known)):
-        raise TransferError(f"{what} has no {strange[0]}: there are {', '.join(sorted(known))}")
+        raise TransferError(f"{what} has no field {strange[0]}: the fields are {', '.join(sorted(known))}")
     return {name: value for name, value in given.items() if value is not None}

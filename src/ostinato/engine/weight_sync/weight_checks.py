@@ -1,4 +1,4 @@
-"""Looking at weights: single values, sums over all of them, a comparison with an earlier state."""
+"""Inspecting weights: single values, checksums of all of them, a comparison with an earlier state."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from .errors import TransferError
 ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 _AT_ONCE = 2**24
 _MOST_VALUES = 2**20
-"""That are told of one weight."""
+"""Returned for one weight."""
 _ODD = -7046029254386353131
-"""2**64 over the golden ratio, as a signed number."""
+"""2**64 divided by the golden ratio, as a signed number."""
 
 
 class WeightChecks:
-    """Of the weights of one model, by the names of its checkpoint."""
+    """Checks of one model's weights, by their names in the checkpoint."""
 
     def __init__(self, model: Transformer, apply: Any) -> None:
         self._model, self._apply = model, apply
         self._snapshot: dict[str, Tensor] | None = None
 
     def values(self, weight: str, count: int) -> list[Any]:
-        """The first rows of a weight, or numbers of a vector."""
+        """The first `count` rows of a weight, or elements of a vector."""
         view = self._views.get(weight)
         if view is None:
             view = self._views.get(f"model.{weight}")
         if view is None:
-            raise TransferError(f"there is no weight {weight!r}")
+            raise TransferError(f"unknown weight {weight!r}")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise TransferError(f"truncate_size is a number of at least 1, not {count!r}")
+            raise TransferError(f"truncate_size must be an integer of at least 1, not {count!r}")
         width = math.prod(view.shape[1:])
         if min(count, view.shape[0]) * width > _MOST_VALUES:
             raise TransferError(
-                f"that are too many values: truncate_size can be {_MOST_VALUES // width} here"
+                f"too many values: truncate_size can be at most {_MOST_VALUES // width} for this weight"
             )
         found: list[Any] = view[:count].float().cpu().tolist()
         return found
 
     def run(self, action: str) -> dict[str, Any]:
-        """What SGLang's `/weights_checker` says. Values of sums are our own."""
+        """The answer of SGLang's `/weights_checker`. The values of checksums are our own."""
         match action:
             case "checksum":
                 return {"success": True, "message": "Success.", **self._sums()}
@@ -58,7 +58,7 @@ class WeightChecks:
                 return self._compared()
             case "reset_tensors":
                 return self._reset()
-        raise TransferError(f"there is no action {action!r}: use {', '.join(ACTIONS)}")
+        raise TransferError(f"unknown action {action!r}: use {', '.join(ACTIONS)}")
 
     @property
     def _views(self) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class WeightChecks:
         return {"success": True, "message": "Success."}
 
     def _reset(self) -> dict[str, Any]:
-        """Random numbers in place of all weights, to see whether an update writes every one of them."""
+        """Random numbers in place of all weights, to show whether an update writes every one of them."""
         generator = torch.Generator().manual_seed(0)
         random = ((name, torch.rand(view.shape, generator=generator)) for name, view in self._views.items())
         self._apply(random, None)
@@ -101,12 +101,12 @@ class WeightChecks:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of its bits and their order; the same on every device."""
+    """A checksum of the bits and their order; the same on every device."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for at, part in enumerate(tensor.reshape(-1).split(_AT_ONCE)):
         places = torch.arange(1, part.numel() + 1, device=tensor.device) + at * _AT_ONCE
-        # Numbers run over at 64 bits, in whichever order they are added.
+        # Integers wrap around at 64 bits, so the order of additions does not matter.
         mixed = (part.view(bits).long() + places) * _ODD
         total += ((mixed ^ (mixed >> 29)) * places).sum()
     return f"{int(total) & (2**64 - 1):016x}"

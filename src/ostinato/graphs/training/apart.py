@@ -1,17 +1,16 @@
-"""Model and loss function apart, with padding and without.
+"""Model and loss function tried separately, with padding and without.
 
 Note [Terms that are small at first]
-One number for both shows little of a term that begins small: of the distance to a reference model that begins
-as the same one, of a bonus for entropy. So the loss function is given what the model says of padded
-positions, and what it says of real ones alone, which are the same numbers: the loss and its gradients are
-then the same but for rounding, or padding counts. The model's words stand at one another's places, so that
-they are not what a reference says of these; each is one that the model did say, and legal for the loss
-function.
+A single number for both hardly shows a term that begins small: the distance to a reference model that starts
+out equal, or a bonus for entropy. So the loss function is given the model's outputs with padded positions,
+and those of real positions alone, which are the same numbers: loss and gradients are then equal up to
+rounding, unless padding counts. The outputs are moved to each other's places, so that they differ from a
+reference's outputs there; each is one that the model did produce, and valid for the loss function.
 
 Note [Memory of trials]
-What a language model says is often most of what a step holds. A trial keeps as little of it as it can, since
-a step that fits without graphs must fit while it is tried: no graph of autograd longer than it is needed, no
-copy in a wider type.
+A language model's outputs are often most of what a step holds. A trial keeps as little of them as possible,
+because a step that fits without graphs must also fit while it is tried: no autograd graph is kept longer than
+needed, and no copy is made in a wider type.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,14 +24,14 @@ from .loss import Loss
 
 _OF_MODELS = {torch.float64: 1e-6, torch.float32: 1e-3}
 _OF_LOSSES = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""By another order of additions, in the types that they compute in; with fewer bits, see there."""
+"""For another order of additions, by the types of the computation; those with fewer bits are below."""
 _OF_MODELS_WITH_FEWER_BITS, _OF_LOSSES_WITH_FEWER_BITS = 3e-2, 1e-3
 _NOTHING = 1e-7
-"""What masks leave of padding, beside gradients of the rest."""
+"""What masks leave of padding, relative to the other gradients."""
 
 
 class ModelAndLoss:
-    """Tried on one batch, padded and not."""
+    """Both, tried on one batch, padded and not."""
 
     def __init__(
         self,
@@ -50,11 +49,11 @@ class ModelAndLoss:
         self._padded, self._alone = _Given.of(kind, padded), _Given.of(kind, alone)
 
     def why_not_padded(self) -> str | None:
-        """What padding changes, if it changes something."""
+        """What padding changes, or None."""
         leaves, structure = self._said_of(self._padded)
         alone = self._said_of(self._alone)[0]
         if not all(_close(self._first(a), b, self._of_models) for a, b in zip(leaves, alone, strict=True)):
-            return "what the model says depends on the length"
+            return "what the model returns depends on the length"
         del alone  # see Note [Memory of trials]
         mixed = [self._mixed(leaf) for leaf in leaves]
         del leaves
@@ -63,12 +62,12 @@ class ModelAndLoss:
             again = self._loss_of(structure.filled(mixed), self._padded)
             one = _seen(self._loss, structure.filled, mixed, self._padded)
             other = _seen(self._loss, structure.filled, short, self._alone)
-        except Exception:  # it is given what it must not be: what the model has left elsewhere, say
+        except Exception:  # its arguments may not fit what the model has stored elsewhere
             return None
-        if not torch.equal(one.loss, again):  # it draws
+        if not torch.equal(one.loss, again):  # it draws random numbers
             return None
         if not _close(one.loss, other.loss, self._of_losses, _NOTHING * 10):
-            return f"the loss function alone gives {other.loss:.8g} without padding, with it {one.loss:.8g}"
+            return f"the loss function alone gives {other.loss:.8g} without padding, {one.loss:.8g} with it"
         if not all(map(self._is_same_gradient, one.gradients, other.gradients)):
             return "gradients of the loss function alone depend on padding"
         return None
@@ -79,18 +78,18 @@ class ModelAndLoss:
         return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
 
     def _loss_of(self, outputs: Any, given: "_Given") -> torch.Tensor:
-        copied = map_tensors(torch.Tensor.clone, outputs)  # which may be changed in place
+        copied = map_tensors(torch.Tensor.clone, outputs)  # since it may be changed in place
         with torch.enable_grad():
             return self._loss.of_outputs(copied, given.targets, given.mask).detach()
 
     def _first(self, leaf: Any) -> Any:
-        """Real positions."""
+        """Real positions only."""
         padded, real = self._lengths
         has_length = isinstance(leaf, torch.Tensor) and leaf.dim() > LENGTH_DIM
         return leaf.narrow(LENGTH_DIM, 0, real) if has_length and leaf.size(LENGTH_DIM) == padded else leaf
 
     def _mixed(self, leaf: Any) -> Any:
-        """What was said of real positions, at other ones, in other rows, and of padding."""
+        """Outputs of real positions, moved to other positions and rows, and into padding."""
         real = self._first(leaf)
         if real is leaf or not leaf.is_floating_point():
             return leaf
@@ -134,7 +133,7 @@ def _seen(loss: Loss, filled: Callable[[list[Any]], Any], leaves: list[Any], giv
         if not leaf.is_floating_point():
             return leaf.clone()
         wanted.append(leaf.detach().requires_grad_())
-        return wanted[-1].clone()  # which may be changed in place
+        return wanted[-1].clone()  # since it may be changed in place
 
     with torch.enable_grad():
         value = loss.of_outputs(filled([*map(own, leaves)]), given.targets, given.mask)
@@ -143,7 +142,7 @@ def _seen(loss: Loss, filled: Callable[[list[Any]], Any], leaves: list[Any], giv
 
 
 def _close(one: Any, other: Any, tolerance: float, slack: float = 0.0) -> bool:
-    """As a whole, not number by number; what is no floating tensor, or of another shape, tells nothing."""
+    """Compares as a whole, not number by number. Other leaves, and different shapes, count as close."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return True
     if one.shape != other.shape or not one.is_floating_point():
@@ -153,5 +152,5 @@ def _close(one: Any, other: Any, tolerance: float, slack: float = 0.0) -> bool:
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:
-    """Summed in float64, without a copy in it."""
+    """Summed in float64, without a float64 copy."""
     return torch.linalg.vector_norm(values, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What a training step is given: tensors with a length, by name, and what their padding holds."""
+"""The arguments of a training step: tensors with a length, by name, and what their padding holds."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _REAL_LENGTH = "real_length"
 
 
 class BatchKind:
-    """Calls that differ in nothing but length and values."""
+    """Calls that differ only in length and values."""
 
     def __init__(self, inputs: Any, targets: Any, *, target_pad: Scalar, with_length: bool) -> None:
         """`with_length`: whether the step must know how many positions are real."""
@@ -48,13 +48,13 @@ class BatchKind:
 
     @property
     def opaque(self) -> str | None:
-        """Why no graph can know these batches: something among them that is neither a tensor nor a number."""
+        """Why no graph can serve these batches: they hold something that is neither tensor nor number."""
         found = self.signature.opaque
         return found and f"{found}: pass tensors and numbers, in dictionaries, tuples or dataclasses"
 
     @property
     def fields(self) -> list[Field]:
-        """The declared inputs. In poison mode the padding of the first one is another legal value."""
+        """The declared inputs. In poison mode the first one's padding is another valid value."""
         return [
             replace(field, poison=self._largest if field.name == self._first else field.pad)
             for field in self.signature.tensor_fields
@@ -70,15 +70,15 @@ class BatchKind:
             found = self.signature.batch_of((), self._keywords(leaves, length))
         except EmptyBatchError:
             raise
-        except BatchError:  # what was as long as the first by chance: a summary beside its text, say
+        except BatchError:  # an input that had the first one's length only by chance
             return None
         return None if found is None else (found[0], length)
 
     def matched(self, inputs: Any, targets: Any) -> tuple[Batch, int]:
-        """The same, of a batch that is of this kind."""
+        """The same for a batch that must be of this kind."""
         found = self.batch_of(inputs, targets)
         if found is None:
-            raise BatchError("the tensors of inputs and targets do not agree with each other")
+            raise BatchError("the tensors of inputs and targets do not match each other")
         return found
 
     def part(self, batch: Batch, start: int, length: int) -> Batch:
@@ -99,7 +99,7 @@ class BatchKind:
         return tree["inputs"], tree["targets"]
 
     def mask(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Which positions are real, [batch, length]; None where nobody needs to know."""
+        """Which positions are real, [batch, length]; None if it is not needed."""
         if not self._with_length:
             return None
         first = tensors[self._first]
@@ -108,7 +108,7 @@ class BatchKind:
         return real.expand(first.size(0), -1)
 
     def dummy(self, descriptor: BatchDescriptor) -> Batch:
-        """A batch of a rung's length, made of the first one's positions."""
+        """A batch of a rung's length, made from positions of the first batch."""
         return self._examples.dummy(descriptor)
 
     def first(self) -> tuple[Any, Any]:
@@ -123,11 +123,11 @@ class BatchKind:
 
 
 def _anything(**_: Any) -> None:
-    """What a signature of keywords is of."""
+    """The callable of a signature of keywords."""
 
 
 def _named_leaves(inputs: Any, targets: Any) -> tuple[dict[str, Any], Structure]:
-    if isinstance(inputs, Mapping):  # of a class that torch's trees do not know: what tokenizers return, say
+    if isinstance(inputs, Mapping):  # also of classes unknown to torch's trees, such as tokenizers' results
         inputs = dict(inputs)
     named, structure = flatten_with_names({"inputs": inputs, "targets": targets})
     leaves: dict[str, Any] = {}
@@ -135,8 +135,8 @@ def _named_leaves(inputs: Any, targets: Any) -> tuple[dict[str, Any], Structure]
         readable = re.sub(r"\W+", "_", name).strip("_")
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise BatchError(
-                f"{readable} needs a gradient, and a training step brings none to what it is given: detach() "
-                f"it, or have the model compute it"
+                f"{readable} requires a gradient, but a training step computes none for its arguments: "
+                f"detach() it, or compute it inside the model"
             )
         leaves[readable if readable not in leaves else f"{readable}_{number}"] = leaf
     return leaves, structure
@@ -146,13 +146,13 @@ def _length_of(leaves: Mapping[str, Any]) -> int:
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor) and leaf.dim() > LENGTH_DIM and not _is_target(name):
             if leaf.size(LENGTH_DIM) == 0 or leaf.size(0) == 0:
-                raise BatchError(f"{name} is empty: a batch has rows and a length of at least one")
+                raise BatchError(f"{name} is empty: a batch must have at least one row and one position")
             return int(leaf.size(LENGTH_DIM))
-    raise BatchError("inputs have no length: a training step takes tensors [batch, length, ...]")
+    raise BatchError("inputs have no length: pass a training step tensors [batch, length, ...]")
 
 
 def _pads(indices: Mapping[str, torch.Tensor], target_pad: Scalar) -> dict[str, Scalar]:
-    """What stands behind targets, and behind labels among inputs, where models of transformers want them."""
+    """Padding of targets, and of labels among inputs, where models of transformers expect them."""
     pads: dict[str, Scalar] = {name: IGNORED for name in indices if name.endswith("_labels")}
     return pads | {name: target_pad for name in indices if _is_target(name)}
 

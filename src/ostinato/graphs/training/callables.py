@@ -1,4 +1,4 @@
-"""Parts of a model from graphs, with their backward: where the whole step cannot be captured."""
+"""Parts of a model from graphs, with their backward: for steps that cannot be captured as a whole."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +34,11 @@ def make_graphed_callables(
 ) -> Any:
     """Serve modules or functions from graphs, forward and backward: torch's call of the same name.
 
-    One callable or a tuple of them, with sample arguments for each; they are to be called in this order.
-    A module is returned itself, with another `forward`. `ladder`: numbers of rows to capture, along dimension
-    0; without it that of the samples. Fewer rows are padded; more, arguments of another kind, or another
-    training mode run eagerly and are counted in `forward.eager_steps`. An input needs `requires_grad` in the
-    samples if it is to get a gradient. `sample_kwargs`, `enabled`: as in TransformerEngine. `pool`: memory
+    One callable or a tuple of them, with sample arguments for each; call them in this order. A module is
+    returned itself, with another `forward`. `ladder`: numbers of rows to capture, along dimension 0; by
+    default that of the samples. Fewer rows are padded; more rows, arguments of another kind, or another
+    training mode run eagerly and are counted in `forward.eager_steps`. An input gets a gradient only if it
+    has `requires_grad` in the samples. `sample_kwargs`, `enabled`: as in TransformerEngine. `pool`: memory
     shared with other graphs.
     """
     is_single = not isinstance(callables, tuple | list)
@@ -48,10 +48,10 @@ def make_graphed_callables(
     keywords = (keywords,) if isinstance(keywords, dict) else tuple(keywords)
     if len(samples) != len(functions) or len(keywords) != len(functions):
         raise ConfigError(
-            f"{len(functions)} callables need as many tuples of sample arguments, not {len(samples)}"
+            f"sample_args and sample_kwargs must match the {len(functions)} callables, not {len(samples)}"
         )
     if pool is not None and not isinstance(pool, GraphPool):
-        raise ConfigError("pool is a GraphPool of ostinato.graphs, not a handle of torch")
+        raise ConfigError("pool must be an ostinato.graphs.GraphPool, not one of torch's pool handles")
     if not enabled:
         return callables
     samples = tuple(sample if isinstance(sample, tuple) else (sample,) for sample in samples)
@@ -105,5 +105,5 @@ def _device_of(functions: Sequence[Any], samples: Sequence[Any]) -> torch.device
     parameters = [p for f in functions if isinstance(f, torch.nn.Module) for p in f.parameters()]
     devices = [tensor.device for tensor in (*parameters, *tensors_in(samples))]
     if not devices:
-        raise ConfigError("no tensor tells which device to capture on")
+        raise ConfigError("no device to capture on: a callable with parameters or a sample tensor is needed")
     return next((device for device in devices if device.type != "cpu"), devices[0])

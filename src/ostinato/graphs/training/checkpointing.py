@@ -1,8 +1,8 @@
 """Activation checkpointing inside graphs.
 
-`torch.utils.checkpoint` sets the random generator back before it computes a region again, so that dropout
-draws the same mask. A generator cannot be set back while a graph is recorded, nor would a replay do it. So
-while a step is recorded, what a region draws is kept (of dropout the mask), and not drawn again.
+`torch.utils.checkpoint` resets the random generator before it recomputes a region, so that dropout draws the
+same mask. A generator cannot be reset while a graph is recorded, nor would a replay do it. So while a step is
+recorded, a region's draws are kept (of dropout the mask) instead of drawn again.
 """
 
 import sys
@@ -42,7 +42,7 @@ class _KeepDraws(DispatchMode):
 
 
 class _GiveDraws(DispatchMode):
-    """Active while the region is computed again."""
+    """Active while the region is recomputed."""
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _GiveDraws(DispatchMode):
 
 
 def _matters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws, and what it draws can be told from nothing."""
+    """Whether a call draws random numbers whose values its arguments do not fix."""
     if not draws(func, args, kwargs):
         return False
     chances = given_as(("p",), func, args, kwargs)
@@ -84,19 +84,19 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class _NotReentrant:
-    """Stands for torch's reentrant kind: it computes the same, by a way that graphs know."""
+    """Replaces torch's reentrant kind: it computes the same, in a way that graphs can record."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            with torch.no_grad():  # that kind sees only what its arguments ask for
+            with torch.no_grad():  # that kind needs an argument that requires a gradient
                 return function(*args)
         return sys.modules["torch.utils.checkpoint"].checkpoint(function, *args, use_reentrant=False)
 
 
 @contextmanager
 def draws_are_kept() -> Iterator[None]:
-    """Where a step with checkpointed regions may be recorded."""
+    """A context in which a step with checkpointed regions may be recorded."""
     module: Any = sys.modules.get("torch.utils.checkpoint")
     if module is None:
         yield

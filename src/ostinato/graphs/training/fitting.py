@@ -1,4 +1,4 @@
-"""Whether an optimizer that nobody knows fits into a graph: found out by recording its step alone."""
+"""Whether an unknown optimizer fits into a graph: determined by recording its step alone."""
 
 from collections.abc import Callable, Iterable
 
@@ -23,7 +23,7 @@ _WARMUPS = 2
 def why_not_in_a_graph(
     optimizer: StaticOptimizer, device: torch.device, options: CaptureOptions
 ) -> Exception | None:
-    """What goes wrong if its step is recorded. Parameters, which need gradients, and state stay."""
+    """The error if its step is recorded, or None. Parameters, which need gradients, and state stay."""
     if optimizer.is_known or optimizer.why_behind is not None:
         return None
     optimizer.become_static()
@@ -49,8 +49,9 @@ def why_not_in_a_graph(
 def _refuse_what_lies_elsewhere(
     optimizer: StaticOptimizer, step: Callable[[], None], known: Iterable[torch.Tensor]
 ) -> None:
-    """CaptureError if a step changes more than parameters and the tensors of their state: a count of its own,
-    a matrix in a list. No graph would go on with the one, and no update that is skipped leave the other."""
+    """Raises CaptureError if a step changes more than parameters and the tensors of their state, such as its
+    own count or a matrix in a list. A graph would not continue the former, and a skipped update would change
+    the latter."""
     wrapped, journal = optimizer.wrapped, WriteJournal()
     name, of_parameters = type(wrapped).__name__, map(vars, optimizer.parameters)
     before = Reached(*wrapped.state.values(), vars(wrapped), *of_parameters)
@@ -63,11 +64,11 @@ def _refuse_what_lies_elsewhere(
         before.put_back(before.changed())
     if changed:
         raise CaptureError(
-            f"{name} keeps {', '.join(changed[:3])} in Python or in a tensor made anew in every step: a "
-            f"graph would repeat one step for ever"
+            f"{name} keeps {', '.join(changed[:3])} in Python or in a tensor created anew in every step: a "
+            f"graph would repeat one step forever"
         )
     if journal.written - {storage_address(tensor) for tensor in known}:
         raise CaptureError(
             f"{name} writes to tensors that are neither parameters nor entries of their state: keep each as "
-            f"an entry of its own, state[parameter][name]"
+            f"its own entry, state[parameter][name]"
         )

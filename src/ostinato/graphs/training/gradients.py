@@ -1,10 +1,10 @@
 """Gradients at fixed addresses.
 
 Note [Gradients]
-Without accumulation a recorded step makes its gradients anew, as an eager one does after `zero_grad`: those
-of the graph that is recorded first, the largest, are kept and become the gradients of the parameters. Smaller
-graphs copy theirs there, each as soon as it is made: all of them at once would be as much memory again. With
-accumulation, gradients have memory of their own and every graph adds to it.
+Without accumulation a recorded step creates its gradients anew, as an eager one does after `zero_grad`. Those
+of the graph recorded first, the largest, are kept and become the gradients of the parameters. Smaller graphs
+copy theirs there, each as soon as it is made: all at once they would take as much memory again. With
+accumulation, gradients have their own memory and every graph adds to it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,22 +27,22 @@ class Gradients:
         others: Sequence[torch.Tensor] = (),
         accumulate: bool,
     ) -> None:
-        """`others`: parameters whose gradients are somebody else's, and left as they are."""
+        """`others`: parameters whose gradients belong to someone else and are left alone."""
         self._named, self._others = named, list(others)
         self._is_looked_for = False
         self._accumulate = accumulate
         self._static: dict[torch.Tensor, torch.Tensor] = {}
         self.is_trial = False
-        """Whether steps are tried and recorded, so that all of them must give the same gradients."""
+        """Whether steps are being tried or recorded, so that all of them must give the same gradients."""
 
     @property
     def present(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with a gradient, and that."""
+        """Parameters with a gradient, and the gradient."""
         return [(p, p.grad) for _, p in self._named if p.grad is not None]
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All that a loss brings gradients to, as far as known."""
+        """All that a loss gives gradients to, as far as known."""
         return [*(parameter for _, parameter in self._named), *self._others]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -50,8 +50,8 @@ class Gradients:
         return [gradient for _, gradient in self.present]
 
     def begin(self) -> None:
-        """Before the first micro-batch of an update: whatever gradients are there, another step's say, which
-        trains the same parameters, count for nothing."""
+        """Before the first micro-batch of an update: discard existing gradients, for example those of another
+        step that trains the same parameters."""
         if self._accumulate and self._static:
             torch._foreach_zero_(list(self._static.values()))
             for parameter, static in self._static.items():
@@ -60,7 +60,7 @@ class Gradients:
             self._forget_where(lambda parameter: parameter not in self._static or not parameter.requires_grad)
 
     def forget(self) -> None:
-        """No parameter has a gradient."""
+        """Remove the gradient of every parameter."""
         self._forget_where(lambda parameter: True)
 
     def _forget_where(self, is_meant: Callable[[torch.Tensor], bool]) -> None:
@@ -69,12 +69,12 @@ class Gradients:
                 parameter.grad = None
 
     def forget_passing(self) -> None:
-        """Until one graph is recorded, gradients lie where none will be: let them not take memory twice."""
+        """Until a graph is recorded, gradients lie at temporary addresses: drop them to save memory."""
         if not self._static:
             self.forget()
 
     def attach(self) -> None:
-        """Before a micro-batch: gradients are at their addresses, whatever `zero_grad` or the user did."""
+        """Before a micro-batch: put gradients at their addresses, whatever `zero_grad` or the user did."""
         for parameter, static in self._static.items():
             given = parameter.grad
             if given is static or (given is None and not parameter.requires_grad):  # frozen: left alone
@@ -84,7 +84,7 @@ class Gradients:
             parameter.grad = static
 
     def settle(self) -> None:
-        """When an update was made eagerly, or tried: from now on gradients stay where they are put here."""
+        """After an update made eagerly, or tried: from now on gradients stay where they are put here."""
         if self._accumulate and not self._static:
             wanted = [(p, gradient) for p, gradient in self.present if p.requires_grad]
             self._static = {parameter: gradient.clone() for parameter, gradient in wanted}
@@ -92,8 +92,8 @@ class Gradients:
                 parameter.grad = static
 
     def leave_the_pool(self, *, is_accumulating: bool) -> None:
-        """No graph is there any more: gradients that one of them has made go with it, and others may be
-        released since. `is_accumulating`: they are waiting for an update."""
+        """No graph is left: gradients made by one of them go with it, and other parameters may have been
+        unfrozen since. `is_accumulating`: gradients are waiting for an update."""
         self._static = {}
         if self._accumulate and is_accumulating:
             self.settle()
@@ -102,8 +102,8 @@ class Gradients:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around a capture: those of the last update are there afterwards, for whoever looks at them. On the
-        host meanwhile, since the device has no room for them twice."""
+        """Around a capture: the last update's gradients are there again afterwards, for anyone who reads
+        them. Meanwhile they are on the host, because the device has no room for them twice."""
         before = [(parameter, gradient.to("cpu", copy=True)) for parameter, gradient in self.present]
         try:
             yield
@@ -115,7 +115,7 @@ class Gradients:
                     parameter.grad.copy_(gradient)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of a loss: in place of the last ones, or added to them."""
+        """Gradients of a loss: replacing the last ones, or added to them."""
         if self.is_trial or not self._is_looked_for:
             self._look_for_others(loss)
         with none_yet(self._others):
@@ -125,8 +125,8 @@ class Gradients:
                 self._replace(loss)
         if not self.present:
             raise ConfigError(
-                "no parameter of the optimizer has a gradient: is it the optimizer of this model, and does "
-                "no hook take its gradients away?"
+                "no parameter of the optimizer has a gradient: check that it is the optimizer of this "
+                "model, and that no hook removes its gradients"
             )
         for name, parameter in self._named:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -135,8 +135,8 @@ class Gradients:
                 )
 
     def _look_for_others(self, loss: torch.Tensor) -> None:
-        """Those that only the loss function knows: a critic's, say. A graph would add to the very tensors
-        that are their gradients now, and whose memory is another's when they are gone."""
+        """Find parameters that only the loss function knows, such as a critic's. A graph would add to the
+        very tensors that are their gradients now, and whose memory may be reused when they are gone."""
         known = set(self.parameters)
         self._others += [leaf for leaf in leaves_behind([loss]) if leaf not in known]
         self._is_looked_for = True
@@ -144,7 +144,7 @@ class Gradients:
     def _add(self, loss: torch.Tensor) -> None:
         before = {parameter: static._version for parameter, static in self._static.items()}
         loss.backward()  # type: ignore[no-untyped-call]
-        if self.is_trial and not before:  # captured anew
+        if self.is_trial and not before:  # captured again
             self.settle()
         elif self.is_trial:
             reached = {p for p, version in before.items() if self._static[p]._version != version}
@@ -162,7 +162,7 @@ class Gradients:
 
     @contextmanager
     def _copied_when_made(self) -> Iterator[None]:
-        """In which a gradient goes to its place as soon as it is there."""
+        """A context in which a gradient moves to its address as soon as it is made."""
 
         def to_its_place(parameter: torch.Tensor) -> None:
             made, static = parameter.grad, self._static[parameter]
@@ -186,14 +186,14 @@ class Gradients:
         if differs:
             name = next(name for name, parameter in self._named if parameter in differs)
             raise CaptureError(
-                f"{name} gets a gradient at some lengths or in some steps only, and without one an optimizer "
-                f"leaves it alone: a graph cannot decide that"
+                f"{name} gets a gradient only at some lengths or in some steps, and an optimizer skips "
+                f"parameters without one: a graph cannot decide that"
             )
 
 
 @contextmanager
 def none_yet(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """In which these begin without a gradient; then they have their own again."""
+    """A context in which these begin without a gradient; afterwards they have their own again."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -206,8 +206,8 @@ def none_yet(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """In which gradients of these are asked for, and their hooks not called: autograd calls them when it has
-    brought the gradients there."""
+    """A context for asking for gradients of these without calling their hooks: autograd calls those after it
+    has stored the gradients."""
     kept = [(hooks, dict(hooks)) for p in parameters if (hooks := p._backward_hooks)]
     for hooks, _ in kept:
         hooks.clear()
@@ -219,7 +219,7 @@ def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def leaves_behind(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that autograd would bring gradients to."""
+    """The tensors that autograd would give gradients to."""
     found, ahead = [], [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(ahead)
     while ahead:

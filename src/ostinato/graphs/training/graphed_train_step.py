@@ -39,8 +39,8 @@ def graphed_train_step(
         loss_fn: a function of outputs and targets that returns the loss.
         optimizer: the optimizer of the model's parameters.
         ladder: the lengths to capture. Other lengths are padded to the next one; longer ones run eagerly.
-            Default: only the length of the first batch. Padding is left out of the loss, see `Loss`; where
-            that is not possible, graphs serve only lengths of the ladder.
+            Default: only the length of the first batch. Padding is left out of the loss, see `Loss`; if that
+                is not possible, graphs serve only lengths of the ladder.
         accumulate: micro-batches per update; their gradients are averaged.
         clip_norm: maximum norm of all gradients together.
         schedule: function of the number of an update that returns its learning rate, or one per parameter
@@ -54,20 +54,20 @@ def graphed_train_step(
         options: settings of the capture.
     """
     if type(accumulate) is not int or accumulate < 1:
-        raise ConfigError(f"accumulate must be a whole number, 1 or more, not {accumulate!r}")
+        raise ConfigError(f"accumulate must be an integer of at least 1, not {accumulate!r}")
     if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
         raise ConfigError(f"clip_norm must be a positive number, not {clip_norm!r}")
     if autocast not in (None, torch.bfloat16, torch.float16):
-        raise ConfigError(f"autocast is torch.bfloat16 or torch.float16, not {autocast!r}")
+        raise ConfigError(f"autocast must be torch.bfloat16 or torch.float16, not {autocast!r}")
     if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) or not callable(schedule or max):
         raise ConfigError(
-            f"schedule is a function of the number of updates, not a {type(schedule).__name__}: leave it "
-            f"out, and let a scheduler of torch step behind each update as ever"
+            f"schedule must be a function of the number of updates, not a {type(schedule).__name__}: leave "
+            f"it out, and step a torch scheduler after each update as usual"
         )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ConfigError(f"scaler is a torch.amp.GradScaler, not {scaler!r}")
+        raise ConfigError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
     if not callable(loss_fn):
-        raise ConfigError(f"loss_fn is a function of outputs and targets, not {loss_fn!r}")
+        raise ConfigError(f"loss_fn must be a function of outputs and targets, not {loss_fn!r}")
     loss = Loss(model, loss_fn, autocast, compiled=compile)
     return TrainStep(
         loss,

@@ -1,4 +1,4 @@
-"""The graphs of a training step, a set of them for every kind of batch, and whether they still hold."""
+"""The graphs of a training step, a set for every kind of batch, and whether they are still valid."""
 
 import gc
 import logging
@@ -37,8 +37,8 @@ from .update import Update
 
 logger = logging.getLogger("ostinato.graphs")
 
-_BAKED = ("which parameters are frozen is", "the groups of the optimizer are", "numbers of the scaler are")
-"""What `_surroundings` tells."""
+_BAKED = ("the set of frozen parameters", "the optimizer's groups", "the scaler's numbers")
+"""The names of what `_surroundings` returns."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class KindGraphs:
 
 
 class GraphsByKind:
-    """Captured at every rung of one ladder; dropped and captured anew all together."""
+    """Captured at every rung of one ladder; dropped and recaptured all together."""
 
     def __init__(
         self,
@@ -72,27 +72,27 @@ class GraphsByKind:
         pool: GraphPool,
         options: CaptureOptions,
     ) -> None:
-        """`ladder`: without one, the first batch makes it."""
+        """`ladder`: by default the first batch makes it."""
         self._micro_batch, self._loss = micro_batch, loss
         self._gradients, self._update, self._optimizer = gradients, update, optimizer
         self._places, self._values = places, values
         self._ladder, self._pool, self._options = ladder, pool, options
         self.kinds: list[KindGraphs] = []
-        """Of all batches so far that `add` was called with."""
+        """Of all batches that `add` was called with."""
         self._state: dict[str, torch.Tensor] = {}
         self._written: list[Written] = []
-        """What steps write besides buffers and what the optimizer does, by kind of batch."""
+        """What steps write, other than buffers and the optimizer's writes, by kind of batch."""
         self._what_python_carries: str | None = None
-        """From step to step, and no replay would."""
+        """From step to step, which no replay would do."""
         self._refusal: str | None = None
-        """Why no graph can serve, whatever model and loss function are."""
+        """Why no graph can serve, regardless of model and loss function."""
         self._baked: tuple[Any, ...] = ()
         self._has_told = False
         self.eager_steps: Counter[Reason] = Counter()
 
     @property
     def is_captured(self) -> bool:
-        """Whether graphs were captured, as far as they could be, and not dropped since."""
+        """Whether graphs were captured, as far as possible, and not dropped since."""
         return self._places.known
 
     @property
@@ -102,7 +102,7 @@ class GraphsByKind:
         return self._ladder
 
     def match(self, inputs: Any, targets: Any) -> tuple[KindGraphs, Batch, int] | None:
-        """The graphs for batches like this one, if it is of a known kind, its tensors and its length."""
+        """The graphs for batches like this one, its tensors and its length; None if its kind is unknown."""
         for graphs in self.kinds:
             matched = graphs.kind.batch_of(inputs, targets)
             if matched is not None:
@@ -110,7 +110,7 @@ class GraphsByKind:
         return None
 
     def add(self, inputs: Any, targets: Any, *, is_accumulating: bool) -> None:
-        """Know batches like this one from now on; nothing is captured yet. `is_accumulating`: gradients of
+        """Register batches like this one; nothing is captured yet. `is_accumulating`: gradients of
         micro-batches are waiting for an update."""
         with self._values.put_back() as before:
             self.kinds.append(self._new(inputs, targets, is_accumulating, before.tensors))
@@ -118,13 +118,13 @@ class GraphsByKind:
             self._values.note()
 
     def follow(self, *, is_accumulating: bool) -> None:
-        """Before anything is captured: what was found out may hold no more."""
+        """Before anything is captured: start over if earlier findings may no longer hold."""
         if self._values.why_changed(quietly=True) is not None:
             self.begin_anew(is_accumulating=is_accumulating)
 
     def begin_anew(self, *, is_accumulating: bool) -> None:
-        """Let all graphs go. Model and loss function are other ones now: whether padding counts, what they
-        write and what Python carries is found out once more."""
+        """Drop all graphs. Model and loss function have changed: whether padding counts, what they write and
+        what Python carries from step to step is determined again."""
         self.drop(is_accumulating=is_accumulating)
         known, self.kinds = self.kinds, []
         self._written, self._what_python_carries = [], None
@@ -145,7 +145,7 @@ class GraphsByKind:
             self._ladder = Ladder([length])
         if refusal is not None:
             level = logging.WARNING if len(self.rungs) > 1 else logging.INFO
-            logger.log(level, "only lengths that are rungs are served from graphs: %s", refusal)
+            logger.log(level, "only lengths on the ladder are served from graphs: %s", refusal)
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
             is_rung = descriptor.num_tokens in self.rungs
@@ -183,7 +183,7 @@ class GraphsByKind:
             raise CaptureError(why_not)
 
     def refuse(self, why: str) -> None:
-        """Steps get no graph, for this reason."""
+        """Capture no graphs, for this reason."""
         self._refusal = why
 
     def _without_other_optimizers(self) -> AbstractContextManager[None]:
@@ -192,7 +192,7 @@ class GraphsByKind:
         return other_optimizers.refused(lambda: self._gradients.parameters, but=self._optimizer.wrapped)
 
     def _note_state(self, is_accumulating: bool) -> dict[str, torch.Tensor]:
-        """What trial runs change and have to put back: they make no updates."""
+        """What trial runs change and must restore, because they make no updates."""
         gradients = self._gradients.tensors() if is_accumulating else []
         self._state.clear()
         self._state |= {**self._places.buffers(), **self._update.state()}
@@ -217,8 +217,8 @@ class GraphsByKind:
         self._update.hold(True)
         release_unused = self._pool.backend.release_unused
         self._gradients.forget_passing()
-        gc.collect()  # a node of autograd that waits for that ties gradients to the stream of its step
-        release_unused()  # activations of the eager update: graphs have a pool of their own
+        gc.collect()  # uncollected autograd nodes tie gradients to their step's stream
+        release_unused()  # activations of the eager update: graphs have their own pool
         try:
             with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
                 if self._values.are_assigned:
@@ -233,10 +233,10 @@ class GraphsByKind:
             release_unused()
 
     def _note_what_is_written(self, is_accumulating: bool) -> None:
-        """Once more: what the first step made was not there when it was tried."""
+        """Look again: what the first step created did not exist when it was tried."""
         trial = PaddingTrial(self._loss, self._state, self._pool.backend, self._options)
         self._written += [trial.written_at(graphs.kind, min(self.rungs)) for graphs in self.kinds]
-        gc.collect()  # of these, too
+        gc.collect()  # as before a capture
         self._note_state(is_accumulating)
 
     def _keys(self) -> list[GraphKey]:
@@ -247,17 +247,17 @@ class GraphsByKind:
         ]
 
     def drop(self, *, is_accumulating: bool) -> None:
-        """Let all graphs go; the kinds of batches stay known."""
+        """Drop all graphs; the kinds of batches stay known."""
         for graphs in self.kinds:
             graphs.runner.drop()
         self._gradients.leave_the_pool(is_accumulating=is_accumulating)
         self._places.forget()
 
     def why_not(self) -> Reason | None:
-        """Why no replay would do what the step does now."""
+        """Why a replay would not do what the step does now."""
         if not self._places.known:
             return Reason.NOT_CAPTURED
-        if self._refusal is not None:  # it is the failure of every graph
+        if self._refusal is not None:  # every graph fails for this reason
             return None
         if self._surroundings() != self._baked:
             self._tell_of_surroundings()
@@ -270,8 +270,8 @@ class GraphsByKind:
         if changed and not self._has_told:
             self._has_told = True
             logger.warning(
-                "steps run eagerly while %s not as at the capture: step.capture(inputs, targets) captures as "
-                "things are",
+                "steps run eagerly while these differ from the capture: %s. Call "
+                "step.capture(inputs, targets) to capture again",
                 " and ".join(changed),
             )
 
@@ -280,9 +280,9 @@ class GraphsByKind:
         return wanted, self._optimizer.members, self._update.numbers()
 
     def check_addresses(self) -> None:
-        """Raise AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
+        """Raises AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
         if moved := self.moved():
-            raise moved_error(moved, "capture as things are: step.capture(inputs, targets)")
+            raise moved_error(moved, "call step.capture(inputs, targets) to capture again")
 
     def moved(self) -> list[str]:
         """The parameters, buffers and state of the optimizer that have moved, by name."""
@@ -302,6 +302,6 @@ def _capture(runner: CudaGraphRunner, keys: list[GraphKey]) -> None:
         if "legacy stream" not in str(error):
             raise
         raise CaptureError(
-            "a result of the model from before is still held with its autograd graph (a loss, say), and ties "
-            "gradients to the default stream: keep its .detach() or .item(), delete it, and go on"
+            "an earlier result of the model (such as a loss) is still held with its autograd graph, which "
+            "ties gradients to the default stream: keep only its .detach() or .item(), and delete it"
         ) from error

@@ -1,10 +1,10 @@
 """Whether a loss function leaves out targets of -100 by itself.
 
 Note [An index of -100]
-A loss function that looks something up with it stops a GPU for good, and the process with it. So it is tried
-on the host. One that holds tensors on the device, weights of classes or a reference model, may fail there for
-that reason alone: it is tried on the device as well. Either way, what such a tensor and integers go into runs
-on the host first, on other numbers of these shapes.
+A loss function that uses it as an index stops a GPU for good, and the process with it. So it is tried on the
+host. One that holds tensors on the device, such as class weights or a reference model, may fail there for
+that reason alone: it is then tried on the device as well. In both cases, operations on such a tensor and
+integers first run on the host, with other numbers of the same shapes.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .batches import IGNORED
 
 
 def why_not_ignored(loss_fn: Callable[..., Any], outputs: Any, targets: Any) -> str | None:
-    """Why a loss function cannot do with ignored targets, if so."""
+    """Why a loss function cannot handle ignored targets, or None."""
     ignoring = map_tensors(_partly_ignored, targets)
     with _IndicesOnTheHostFirst():
         error = _error_of(loss_fn, map_tensors(_on_host, outputs), map_tensors(_on_host, ignoring))
@@ -51,7 +51,7 @@ def _partly_ignored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _IndicesOnTheHostFirst(WatchingMode):
-    """An index out of range fails on the host, before the device sees it. See Note [An index of -100]."""
+    """Makes an out-of-range index fail on the host before the device sees it: Note [An index of -100]."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,7 +65,7 @@ class _IndicesOnTheHostFirst(WatchingMode):
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host: the same integers, any numbers of that shape."""
+    """On the host: the same integers, or arbitrary numbers of that shape."""
     if tensor.is_floating_point():
         return torch.empty(tensor.shape, dtype=torch.float32)
     return tensor.cpu()

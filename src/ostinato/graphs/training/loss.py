@@ -12,11 +12,11 @@ from .batches import LENGTH_DIM
 
 
 class Loss:
-    """`loss(inputs, targets, mask)` is a number. The mask, [batch, length], is None where nothing is padded.
+    """`loss(inputs, targets, mask)` is a number. The mask, [batch, length], is None if nothing is padded.
 
-    A loss function that has a parameter `mask` is given it. One that returns a loss for every position,
-    [batch, length], has their mean over real positions taken. Any other returns a number, and must leave
-    targets of -100 out by itself, as torch's do.
+    A loss function with a parameter `mask` is given it. If it returns a loss for every position, [batch,
+    length], their mean over real positions is taken. Otherwise it returns a number, and must leave out
+    targets of -100 by itself, as torch's do.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Loss:
         *,
         compiled: bool = False,
     ) -> None:
-        """`compiled`: model and loss function go through torch.compile as one function."""
+        """`compiled`: model and loss function are compiled by torch.compile as one function."""
         self.model, self.loss_fn, self.is_compiled = model, loss_fn, compiled
         self._autocast = autocast
         self.takes_mask = _has_parameter(loss_fn, "mask")
@@ -38,7 +38,7 @@ class Loss:
         self.device = devices.pop()
 
         if compiled and self.device.type != "cuda":
-            raise ConfigError("compile needs a CUDA device: torch.compile steps aside while the tape records")
+            raise ConfigError("compile needs a CUDA device: torch.compile is inactive while the tape records")
         self._compute = torch.compile(self._value, dynamic=False) if compiled else self._value
 
     def __call__(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Loss:
         return self.of_outputs(self.outputs(inputs), targets, mask)
 
     def of_outputs(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        """The loss of what the model says."""
+        """The loss of the model's outputs."""
         loss = self.raw(outputs, targets, mask)
         if loss.dim() == 0:
             return loss
@@ -63,34 +63,34 @@ class Loss:
         return torch.where(real, loss, 0).sum() / real.sum()
 
     def uncompiled(self) -> "Loss":
-        """The same, before torch.compile: a look at other lengths need not be compiled."""
+        """The same, before torch.compile: runs at other lengths need not be compiled."""
         model = getattr(self.model, "_orig_mod", self.model)
         loss_fn = getattr(self.loss_fn, "_torchdynamo_orig_callable", self.loss_fn)
         return Loss(model, loss_fn, self._autocast)
 
     def types(self) -> set[torch.dtype]:
-        """What it computes in, as far as parameters and autocast tell."""
+        """The types it computes in, as far as parameters and autocast show."""
         of_parameters = {p.dtype for module in self.modules for p in module.parameters()}
         if torch.float32 in of_parameters and torch.get_float32_matmul_precision() != "highest":
-            of_parameters.add(torch.bfloat16)  # about as few bits
+            of_parameters.add(torch.bfloat16)  # with about as few bits
         return of_parameters | ({self._autocast} if self._autocast else set())
 
     def outputs(self, inputs: Any) -> Any:
-        """What the model says: a mapping are its keywords, a tuple or list its arguments."""
+        """The model's outputs: a mapping is passed as keywords, a tuple or list as arguments."""
         with self._casting():
             if isinstance(inputs, Mapping):
                 return self.model(**inputs)
             return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
 
     def raw(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        """What the loss function says."""
+        """What the loss function returns."""
         with self._casting():
             more = {"mask": mask} if self.takes_mask else {}
             loss: torch.Tensor = self.loss_fn(outputs, targets, **more)
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(
-                f"the loss function returned a {type(loss).__name__}, not a tensor: return the loss alone, "
-                f"and copy the rest into tensors that are there already"
+                f"the loss function returned a {type(loss).__name__}, not a tensor: return only the loss, "
+                f"and copy the rest into existing tensors"
             )
         return loss
 

@@ -1,4 +1,4 @@
-"""One micro-batch of a training step: all that a graph records."""
+"""One micro-batch of a training step: everything that a graph records."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -18,7 +18,7 @@ class Kind(StrEnum):
 
     ACCUMULATE = "accumulate"
     UPDATE = "update"
-    JUDGE = "judge"  # all of an update but the optimizer's step, see Note [Updates behind the graph]
+    JUDGE = "judge"  # an update without the optimizer's step, see Note [Updates behind the graph]
 
 
 class MicroBatch:
@@ -40,7 +40,7 @@ class MicroBatch:
     def __call__(
         self, kind: BatchKind, tensors: Mapping[str, torch.Tensor], does: Kind, *, is_rung: bool
     ) -> torch.Tensor:
-        """The loss. `is_rung`: other lengths are not worth a compilation of ours."""
+        """The loss. `is_rung`: other lengths are not worth compiling."""
         loss_of = self._loss if is_rung else self._plain
         with torch.enable_grad():
             loss = loss_of(*kind.arguments(tensors), kind.mask(tensors))
@@ -48,7 +48,7 @@ class MicroBatch:
             self._gradients.backward(self._update.scaled(share))
         if does is Kind.UPDATE:
             if not self._optimizer.has_stepped:
-                # Its state would come to lie in large segments of activations, and hold them for ever.
+                # Otherwise its state would land in large segments of activations, and hold them forever.
                 self._backend.release_unused()
             self._update()
         elif does is Kind.JUDGE:

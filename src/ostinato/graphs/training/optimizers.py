@@ -1,21 +1,21 @@
-"""An optimizer whose step can be part of a graph: its state and learning rates stay where they are.
+"""An optimizer whose step can be part of a graph: its state and learning rates keep their addresses.
 
 Note [Skipped updates]
 An update is skipped on the device, without the host's knowledge. Fused optimizers do that themselves
-(`found_inf`). For others what they write is saved before and put back where the flag says so: a copy of
-parameters and state in the pool, where activations are dead by then. Trial runs set the flag, so that they
-leave parameters and state as they are without a copy of those outside.
+(`found_inf`). For others everything they write is saved before and restored if the flag says so: a copy of
+parameters and state in the pool, where activations are no longer needed by then. Trial runs set the flag, so
+that they leave parameters and state unchanged without a copy outside the pool.
 
 Note [Updates behind the graph]
-A graph has the numbers of an optimizer's groups baked in, the learning rate excepted. Where such a number
-moves (`OneCycleLR` and `CyclicLR` cycle betas or momentum), where an optimizer counts in Python or reads
-values back, or has hooks of its own, the graph ends with the gradients, clipped and judged, and the
-optimizer's step runs eagerly behind it.
+A graph has the numbers of an optimizer's groups baked in, except the learning rate. If such a number changes
+(`OneCycleLR` and `CyclicLR` cycle betas or momentum), or if an optimizer counts in Python, reads values back,
+or has its own hooks, the graph ends with the gradients, clipped and judged, and the optimizer's step runs
+eagerly after it.
 
 Note [Memory that stays]
 The first update runs eagerly. What stays of it, the optimizer's state and accumulated gradients, would lie
-scattered over the memory that its activations have left, and none of that could be given back. The allocator
-keeps what streams use apart: so what stays is made on the stream of captures, in memory of its own.
+scattered over the memory that its activations have left, and none of that could be released. The allocator
+keeps streams' memory apart: so what stays is made on the stream of captures, in memory of its own.
 """
 
 import inspect
@@ -47,21 +47,21 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "b
 
 
 class StaticOptimizer:
-    """Wraps a user's optimizer, which stays his: flags and learning rates are set in its groups."""
+    """Wraps a user's optimizer, which stays the user's: flags and learning rates are set in its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"a captured step has one optimizer, and this is a {type(optimizer).__name__}")
+            raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
         if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
             raise ConfigError(
-                f"{type(optimizer).__name__} was not made by torch's Optimizer.__init__: have its __init__ "
-                f"call super().__init__(param_groups, defaults)"
+                f"{type(optimizer).__name__} was not initialised by torch's Optimizer: call "
+                f"super().__init__(param_groups, defaults) in its __init__"
             )
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(
-                f"{type(optimizer).__name__} computes the loss as often as it likes, by a closure: no "
-                f"captured step can do that"
+                f"{type(optimizer).__name__} recomputes the loss through a closure, which a captured "
+                f"step cannot do"
             )
         self._optimizer = optimizer
         self._device = device
@@ -69,57 +69,58 @@ class StaticOptimizer:
         self._is_fused = _can_be_fused(optimizer, self._users)
         self._rates = Rates(optimizer, self._users, self._rate_type, device)
         self.has_stepped = False
-        """Whether the state that the optimizer makes in its first step is there."""
+        """Whether the state that the optimizer creates in its first step exists."""
         self.moves_parameters = False
         """Whether parameters have other memory after its first step (`p.data = ...`)."""
         self._placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._still: Callable[[], bool] = lambda: True
         self._baked: list[dict[str, Any]] | None = None
         self._is_static = self.is_known
-        """Whether its numbers are on the device, for its step to be recorded."""
+        """Whether its numbers are on the device, so that its step can be recorded."""
         self.why_behind: str | None = None
-        """Why its step runs behind the graphs, if it does; see Note [Updates behind the graph]."""
+        """Why its step runs after the graphs, if it does; see Note [Updates behind the graph]."""
         kind = type(optimizer)
         if kind.__module__.startswith("torch.optim") and not (
             self.is_known or "capturable" in self._groups[0]
         ):
             self.step_behind(
-                f"{kind.__name__} reads values back to the host, and is not capturable", static=False
+                f"{kind.__name__} reads values back to the host and is not capturable", static=False
             )
         self.prepare()
-        after_load = WeakMethod(self._after_load)  # steps come and go, the optimizer stays
+        after_load = WeakMethod(self._after_load)  # the optimizer outlives training steps
         hook = optimizer.register_load_state_dict_post_hook(lambda loaded: _called(after_load, loaded))
         finalize(self, hook.remove)
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
-        """The user's."""
+        """The user's optimizer."""
         return self._optimizer
 
     @property
     def _rate_type(self) -> torch.dtype:
-        """Of rates on the device: fused kernels take one type only."""
+        """Of rates on the device: fused kernels accept only one type."""
         if self._is_fused:
             return torch.float64 if self._device.type == "cpu" else torch.float32
         return self._count_type
 
     @property
     def _count_type(self) -> torch.dtype:
-        """Of counts of steps on the device. Eager optimizers compute with them, and with rates, in Python,
-        which shows where one of their parameters has as many digits."""
+        """Of step counts on the device. Eager optimizers compute with them, and with rates, in Python's
+        float64, which shows if one of their parameters is as exact."""
         return torch.float64 if self.has_doubles and not self._is_fused else torch.float32
 
     def _making_counts(self) -> AbstractContextManager[None]:
-        """In which an optimizer of torch makes its counts, of a parameter that begins later as well."""
+        """A context in which torch's optimizers create counts in `_count_type`, also those of a parameter
+        that is trained later."""
         if not (self._is_static and self.is_known and self._count_type is torch.float64):
             return nullcontext()
-        # They would have the default type if that were float64; but that is also everybody else's.
+        # Counts are float64 if the default type is, but changing that would affect everybody else.
         makes: Any = type(self._optimizer)._init_group  # type: ignore[attr-defined]
         return _replaced(makes.__globals__, "_get_scalar_dtype", lambda is_fused=None: torch.float64)
 
     @property
     def has_doubles(self) -> bool:
-        """Whether one of its parameters has as many digits as a number in Python."""
+        """Whether one of its parameters is as exact as a number in Python."""
         return any(each.dtype in _DOUBLE for each in self.parameters)
 
     @property
@@ -133,12 +134,12 @@ class StaticOptimizer:
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups]
 
     def note(self) -> None:
-        """As the groups and the state are now is as graphs have them."""
+        """Record the present groups and state as those that graphs have."""
         self._baked = [*map(_numbers, self._with_numbers)]
         self._note_places()
 
     def moved_numbers(self) -> list[str]:
-        """The names of numbers in the groups that are not as graphs have them."""
+        """The names of numbers in the groups that differ from the graphs' values."""
         pairs = zip(self._baked or (), self._with_numbers, strict=False)
         return [
             name
@@ -157,23 +158,23 @@ class StaticOptimizer:
                 group.update(flags)
             self._rates.give_back()
         logger.warning(
-            "the optimizer's step runs behind the graph of forward and backward, not in it: %s", why
+            "the optimizer's step runs after the graph of forward and backward, not in it: %s", why
         )
 
     def step_inside(self) -> bool:
-        """Have its step in the graphs again, if it is behind them for no lasting reason; whether it was."""
+        """Put its step back into the graphs, unless the reason against it is lasting; True if it did."""
         comes_back = self.why_behind is not None and self._is_static and not self.hooks
         if comes_back:
             self.why_behind = None
         return comes_back
 
     def tell_schedulers(self) -> None:
-        """It has stepped, if in a replay: a scheduler that was made since would warn that it has not."""
+        """It has stepped, if in a replay: a scheduler created since would warn that it has not."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     @property
     def hooks(self) -> bool:
-        """Whether somebody wants to be called around its steps, or around those of all optimizers."""
+        """Whether there are hooks around its steps, or around those of all optimizers."""
         optimizer: Any = self._optimizer
         of_all = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
         own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -181,7 +182,7 @@ class StaticOptimizer:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """In which its steps are trials, and nobody is told."""
+        """A context in which its steps are trials, without calling hooks."""
         optimizer: Any = self._optimizer
         before = {name: getattr(optimizer, name) for name in _HOOKS_OF_STEPS}
         for name in _HOOKS_OF_STEPS:
@@ -208,7 +209,7 @@ class StaticOptimizer:
 
     @property
     def _with_numbers(self) -> list[dict[str, Any]]:
-        """Its groups, and attributes of its own that optimizers of torch do not have."""
+        """Its groups, and its own attributes that torch's optimizers do not have."""
         own = [(k, v) for k, v in vars(self._optimizer).items() if not k.startswith("_")]
         return [{k: v for k, v in own if isinstance(v, bool | int | float | str)}, *self._groups]
 
@@ -217,7 +218,7 @@ class StaticOptimizer:
         return self._optimizer.param_groups
 
     def prepare(self) -> None:
-        """Set flags, put learning rates and counts of steps on the device."""
+        """Set flags, and put learning rates and step counts on the device."""
         if not self._is_static:
             return
         self._rates.take()
@@ -225,7 +226,7 @@ class StaticOptimizer:
             if self._is_fused:
                 group["fused"], group["foreach"] = True, False
             elif "capturable" in group and group.get("foreach") is None and "foreach" in group:
-                group["foreach"] = True  # only these can do with a learning rate on the device
+                group["foreach"] = True  # only these accept a learning rate on the device
             if "capturable" in group:
                 group["capturable"] = True
             for parameter in group["params"]:
@@ -233,17 +234,17 @@ class StaticOptimizer:
                 step = state.get("step")
                 if isinstance(step, torch.Tensor) and group.get("capturable"):
                     state["step"] = step.to(parameter.device, self._count_type)
-        # It would say that a capturable optimizer runs outside a graph.
+        # It would warn that a capturable optimizer runs outside a graph.
         self._optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
 
     def take_rates(self) -> None:
-        """Learning rates of the next step: what the groups say."""
+        """Take the learning rates of the next step from the groups."""
         self._rates.refuse_new_groups()
         if self._is_static:
             self._rates.take()
 
     def set_rates(self, wanted: float | Sequence[float]) -> None:
-        """Learning rates of the next step: those of a schedule."""
+        """Take the learning rates of the next step from a schedule."""
         self._rates.refuse_new_groups()
         self._rates.set(wanted, on_device=self._is_static)
 
@@ -251,7 +252,7 @@ class StaticOptimizer:
         """One update of all parameters that have a gradient, unless `skip` (1.0 or 0.0, on the device)."""
         optimizer: Any = self._optimizer
         if not self.has_stepped:
-            # Eagerly: state that is made here begins as the optimizer has it begin, or not yet at all.
+            # Eagerly: state created here begins as the optimizer defines, or not yet at all.
             if not bool(skip):
                 backend = backend_for(self._device)
                 backend.release_unused()
@@ -262,7 +263,7 @@ class StaticOptimizer:
                 self.has_stepped = True
                 self._note_places()
             return
-        if not self._is_static:  # its count in Python goes on only where it steps
+        if not self._is_static:  # its count in Python must advance only if it steps
             if not bool(skip):
                 self._step()
             return
@@ -293,7 +294,7 @@ class StaticOptimizer:
             self._optimizer.step()
 
     def changing(self) -> list[torch.Tensor]:
-        """What a step writes: parameters that have a gradient, and the optimizer's state."""
+        """What a step writes: parameters with a gradient, and the optimizer's state."""
         with_gradient = [p for p in self.parameters if p.grad is not None]
         return [*with_gradient, *(tensor for _, _, tensor in self._entries())]
 
@@ -313,7 +314,7 @@ class StaticOptimizer:
         self._still = comparison.compiled()
 
     def moved(self) -> list[str]:
-        """State that is not where it was, by name."""
+        """State that has moved, by name."""
         if not self._placed or self._still():
             return []
         held = {id(state) for state in self._optimizer.state.values()}
@@ -324,7 +325,7 @@ class StaticOptimizer:
         ]
 
     def notice_cleared_state(self) -> None:
-        """Without its state, which somebody has thrown away, it begins anew, as eagerly."""
+        """If its state was cleared, start over, as an eager optimizer does."""
         if self._placed and not any(map(self._optimizer.state.get, self.parameters)):
             self.has_stepped, self._placed = False, []
 
@@ -359,8 +360,8 @@ class StaticOptimizer:
         changed = next((new[0] for old, new in zip(before, now, strict=False) if old != new), None)
         if changed is not None or len(before) != len(now):
             raise CaptureError(
-                f"{name} keeps {changed or 'state'} in Python or in a tensor made anew in every step: a "
-                f"graph would repeat one step for ever. Keep it in tensors that are changed in place"
+                f"{name} keeps {changed or 'state'} in Python or in a tensor created anew in every step: a "
+                f"graph would repeat one step forever. Keep it in tensors that are changed in place"
             )
         elsewhere = next((entry[0] for entry in now if len(entry) == 3 and entry[2] != self._device), None)
         if elsewhere is not None:
@@ -369,8 +370,8 @@ class StaticOptimizer:
             )
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring loaded values to where graphs look for them."""
-        if not self._rates.is_of_all_groups:  # it steps no more
+        """Move loaded values to where graphs look for them."""
+        if not self._rates.is_of_all_groups:  # it no longer steps
             return
         self.prepare()
         if self._placed:
@@ -382,7 +383,7 @@ class StaticOptimizer:
             key == old_key and value.shape == tensor.shape
             for (_, key, value), (_, old_key, tensor) in zip(entries, old, strict=True)
         )
-        if not same:  # a checkpoint from before the first step, say: begin as then
+        if not same:  # for example from before the first step: start over
             self.has_stepped = False
             self._placed = []
             return
@@ -399,7 +400,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer, users: UserFlags) -> bool:
-    """Whether it is of a fused kind and nobody asked for another."""
+    """Whether it is of a fused kind and the user chose no other."""
     return type(optimizer) in _FUSED and all(
         flags["fused"] is not False
         and flags["foreach"] is None
@@ -411,7 +412,7 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, users: UserFlags) -> bool:
 
 
 def _has_tensor_betas(group: dict[str, Any]) -> bool:
-    """Which some kinds of an optimizer read on the device, and others on the host."""
+    """Such betas are read on the device by some kinds of an optimizer, on the host by others."""
     return any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ()))
 
 
@@ -425,7 +426,7 @@ _patching = threading.RLock()
 
 
 def _capturable_on_a_cpu() -> AbstractContextManager[None]:
-    """Capturable optimizers work on any device, and refuse a CPU unless they believe to be compiled."""
+    """Capturable optimizers work on any device, but refuse a CPU unless they seem to be compiled."""
     return _replaced(vars(torch.compiler), "is_compiling", lambda: True)
 
 

@@ -1,6 +1,7 @@
-"""Optimizers that step while gradients are made: in hooks of parameters, say, whose gradients go at once.
+"""Optimizers that step while gradients are computed: in parameter hooks, say, that free each gradient at
+once.
 
-Their learning rates and counts are Python's, and trial runs would make their state and their steps for good.
+Their learning rates and counts are Python's, and trial runs would create state and take steps for good.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -17,7 +18,7 @@ from ..errors import CaptureError
 def refused(
     trained: Callable[[], Collection[torch.Tensor]], *, but: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
-    """CaptureError before another optimizer steps one of these parameters."""
+    """Raises CaptureError before another optimizer steps one of these parameters."""
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is but:
@@ -25,9 +26,9 @@ def refused(
         known = set(trained())
         if any(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
             raise CaptureError(
-                f"another optimizer ({type(optimizer).__name__}) steps inside the step, in a hook of "
-                f"gradients say, and a graph would repeat one step of it for ever: step it behind ours, or "
-                f"give one optimizer all parameters"
+                f"another optimizer ({type(optimizer).__name__}) steps inside the training step, for "
+                f"example in a gradient hook, and a graph would repeat one step of it forever: step it "
+                f"after ours, or give all parameters to one optimizer"
             )
 
     handle = register_optimizer_step_pre_hook(refuse)

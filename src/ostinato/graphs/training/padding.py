@@ -1,14 +1,14 @@
-"""Whether a loss is the same with padding behind a batch as without. Where it is not, nothing is padded.
+"""Whether a loss is the same with padding after a batch as without. If not, nothing is padded.
 
 Note [What a loss does not show]
-A model that is about to be trained may say the same whatever it is given: its last layer is zero, or small.
+A model at the start of training may return the same whatever its inputs: its last layer is zero, or small.
 What it learns depends on padding all the same, so gradients are compared too, by their norms. So is what a
-step writes in buffers and other tensors: a codebook that follows what it is used for, a count of positions.
+step writes to buffers and other tensors: a codebook that follows its use, a count of positions.
 
 Note [Terms that are switched off]
-A term whose weight is zero, to be warmed up later, shows in nothing. Where the weight is in a tensor, among a
-few numbers, the trial is made once more with one in its place. One that is a number in Python is baked in: if
-it changes, whoever captures anew tries padding anew.
+A term whose weight is zero, to be warmed up later, does not show at all. If the weight is in a tensor of a
+few numbers, the trial is repeated with one in its place. A weight that is a number in Python is baked in:
+when it changes and graphs are captured again, padding is tried again.
 """
 
 import logging
@@ -38,7 +38,7 @@ _AT_ONE_SHAPE = {torch.float32: 1e-5, torch.float64: 1e-9}
 _AT_TWO_SHAPES = 0.03
 """A mean that counts padding is off by more, another order of additions by much less."""
 _OF_NORMS = 1e-4
-"""Of gradients at one shape, in float32: padding that counts for nothing adds zeros to sums."""
+"""For gradients at one shape, in float32: padding that does not count adds zeros to sums."""
 _FEW = 8
 """Positions with which a loss function is tried on the host."""
 _FEW_NUMBERS = 8
@@ -46,7 +46,7 @@ _FEW_NUMBERS = 8
 
 
 class PaddingTrial:
-    """Looks at the loss of the first batch in a few ways, without a trace."""
+    """Runs the loss of the first batch in a few ways, without a trace."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class PaddingTrial:
         options: CaptureOptions,
         reached: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`reached`: the tensors that model and loss function look at."""
+        """`reached`: the tensors that model and loss function use."""
         self._loss, self._reached = loss.uncompiled(), reached
         self._state, self._backend, self._options = state, backend, options
         self.written = Written({}, ())
-        """What model and loss function write when they are run, besides the state."""
+        """What model and loss function write when they run, besides the state."""
         self._trials = self._new_trials()
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Those of the device that the step draws from, besides the default one."""
+        """The device's generators that the step draws from, besides the default one."""
         own = [g for g in self.written.generators if g.device.type == self._loss.device.type]
         return tuple(dict.fromkeys([*self._options.generators, *own]))
 
@@ -75,7 +75,7 @@ class PaddingTrial:
         return Trials(self._backend, state=state, generators=generators)
 
     def kind_of(self, inputs: Any, targets: Any) -> tuple[BatchKind, str | None]:
-        """How batches like this one are padded, and why they cannot be, if so."""
+        """How batches like this one are padded, and why they cannot be, or None."""
         takes_mask = self._loss.takes_mask
         plain = BatchKind(inputs, targets, target_pad=0, with_length=takes_mask)
         batch, length = plain.matched(inputs, targets)
@@ -91,12 +91,12 @@ class PaddingTrial:
         return kind, refusal
 
     def _look(self, kind: BatchKind, batch: Batch, length: int) -> tuple[bool, str | None]:
-        """Whether the loss function returns one for each position; why it cannot do with ignored targets."""
+        """Whether the loss has a value per position; why it cannot handle ignored targets, or None."""
         tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
 
         def look(differentiate: bool = False) -> tuple[bool, str | None]:
             inputs, targets = kind.arguments(tensors)
-            with torch.enable_grad():  # for models that differentiate, or hang hooks on results
+            with torch.enable_grad():  # for models that differentiate, or hook their results
                 outputs = self._loss.outputs(inputs)
                 loss = self._loss.raw(outputs, targets, kind.mask(tensors))
             if differentiate:
@@ -115,7 +115,7 @@ class PaddingTrial:
         changed = [name for name, tensor in tensors.items() if tensor._version != before[name]]
         if changed:
             logger.warning(
-                "a step changes %s in place, and does so in a copy: what it is given stays as it is",
+                "a step changes %s in place, but in a copy: the tensors that it is given stay unchanged",
                 ", ".join(changed),
             )
         return found
@@ -135,7 +135,7 @@ class PaddingTrial:
         return found
 
     def journal_of(self, kind: BatchKind, batch: Batch) -> WriteJournal:
-        """Of a run of model and loss function, as far as that may be watched."""
+        """The journal of a run of model and loss function, as far as it may be watched."""
         tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
         journal = WriteJournal()
 
@@ -148,8 +148,8 @@ class PaddingTrial:
         return journal
 
     def _of_few_positions(self, kind: BatchKind, tensors: Batch, length: int) -> tuple[Any, Any] | None:
-        """What the model says of the first ones, and their targets, if model and loss take so few: all that a
-        language model says would be gigabytes on the host."""
+        """The model's outputs at the first few positions, and their targets, if model and loss accept so few:
+        all outputs of a language model would be gigabytes on the host."""
         if length <= _FEW:
             return None
         inputs, targets = kind.arguments(kind.part(tensors, 0, _FEW))
@@ -181,7 +181,7 @@ class PaddingTrial:
         return refusal and f"once tensors that are zero now are not, {refusal}"
 
     def _why_not(self, kind: BatchKind, batch: Batch, length: int) -> str | None:
-        """Tried with one half of the batch, the other as padding."""
+        """Tried with one half of the batch, and the other half as padding."""
         if length < 2:
             batch, length = kind.dummy(BatchDescriptor(2, 1)), 2
         real = length // 2
@@ -194,11 +194,11 @@ class PaddingTrial:
             return self._seen(kind, buffers.views(descriptor))
 
         one = self._quietly(padded)
-        if not one.loss.isfinite():  # prompts, say, which have no targets
+        if not one.loss.isfinite():  # for example prompts, which have no targets
             short = kind.part(batch, length - real, real)
             one = self._quietly(padded)
         if not one.loss.isfinite():
-            return f"the loss of half a batch is {one.loss}, so that padding could not be tried"
+            return f"the loss of half a batch is {one.loss}, so padding could not be tried"
         other = self._quietly(lambda: padded(poison=True))
         tolerance = _AT_ONE_SHAPE.get(one.loss.dtype, 1e-2)
         if not _close(one.loss, other.loss, tolerance):
@@ -217,13 +217,13 @@ class PaddingTrial:
         if not _close(with_it.loss, without.loss, _AT_TWO_SHAPES):
             return f"the loss is {without.loss:.6g} without padding and {with_it.loss:.6g} with it"
         if not with_it.has_gradients_of(without, _AT_TWO_SHAPES):
-            return "the model learns something else with padding than without"
+            return "what the model learns differs with padding and without"
         if (name := with_it.writes_otherwise(without, _AT_TWO_SHAPES)) is not None:
-            return f"something else is written to {name} with padding than without"
+            return f"what is written to {name} differs with padding and without"
         return str(what_counts) if what_counts else None
 
     def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
-        """What the loss is, and what would be learnt from it."""
+        """The loss, and what would be learnt from it."""
         with torch.enable_grad():
             loss = self._loss_of(kind, tensors)
         own, parameters = self._parameters_behind(loss)
@@ -235,7 +235,7 @@ class PaddingTrial:
         return _Seen(loss.detach(), torch.stack(norms), self._trials.changes())
 
     def _differentiate(self, loss: torch.Tensor) -> None:
-        """For what hooks of gradients do besides. What fails here fails in the step that counts."""
+        """For the other effects of gradient hooks. What fails here fails in the real step too."""
         _, parameters = self._parameters_behind(loss)
         with suppress(Exception), none_yet(parameters), other_optimizers.refused(lambda: parameters):
             with torch.enable_grad():
@@ -243,7 +243,7 @@ class PaddingTrial:
             total.backward()  # type: ignore[no-untyped-call]
 
     def _parameters_behind(self, loss: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Those of the modules, and all that get a gradient: also a critic's, say."""
+        """Those of the modules, and all that get a gradient, for example also a critic's."""
         found = [p for module in self._loss.modules for p in module.parameters()]
         own: list[torch.Tensor] = [p for p in found if p.requires_grad]
         return own, list(dict.fromkeys([*own, *leaves_behind([loss])]))
@@ -257,22 +257,22 @@ class PaddingTrial:
 
 
 class _Seen(NamedTuple):
-    """Of one batch: the loss, the norms of gradients, and what was written, by name."""
+    """For one batch: the loss, the norms of gradients, and what was written, by name."""
 
     loss: torch.Tensor
     norms: torch.Tensor
     changes: dict[str, torch.Tensor]
 
     def has_gradients_of(self, other: "_Seen", tolerance: float) -> bool:
-        """As a whole: those that are zero but for rounding differ in all digits."""
+        """Compared as a whole: gradients that are zero up to rounding differ in all digits."""
         return _alike(self.norms, other.norms, tolerance)
 
     def writes_otherwise(self, other: "_Seen", tolerance: float) -> str | None:
-        """A place where the one leaves something else than the other."""
+        """A place where one leaves something different from the other, or None."""
         for name in self.changes.keys() | other.changes.keys():
             one, two = self.changes.get(name), other.changes.get(name)
             if one is None or two is None or not _alike(one, two, tolerance):
-                return name.partition(".")[2] or "a tensor that is no buffer"
+                return name.partition(".")[2] or "a tensor that is not a buffer"
         return None
 
 
@@ -293,14 +293,14 @@ def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """As a whole."""
+    """Compared as a whole."""
     difference = (one - other).norm()
     return bool(difference <= tolerance * other.norm()) or not difference.isfinite()
 
 
 @contextmanager
 def evaluating(roots: list[torch.nn.Module]) -> Iterator[None]:
-    """Without dropout and the like."""
+    """A context without dropout and the like."""
     modules = [module for root in roots for module in root.modules()]
     before = [module.training for module in modules]
     try:

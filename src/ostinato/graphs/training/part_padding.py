@@ -1,4 +1,4 @@
-"""Whether rows of a part can be padded: none may depend on another, or on how many there are."""
+"""Whether rows of a part can be padded: none may depend on another, or on the number of rows."""
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -21,7 +21,7 @@ from .padding import evaluating
 
 
 def with_poison(field: Field, sample: torch.Tensor) -> Field:
-    """Integers may be indices: another legal one is what was seen."""
+    """Integers may be indices: poison them with another valid one, from the sample."""
     is_number = field.dtype.is_floating_point or field.dtype.is_complex or field.dtype is torch.bool
     return field if is_number or not sample.numel() else replace(field, poison=int(sample.max()))
 
@@ -37,8 +37,8 @@ class RowTrial:
     rung: int
 
     def is_alike(self, trials: Trials) -> bool:
-        """Whether real rows are the same whatever padding holds, and without it; dropout as if it drew equal
-        numbers."""
+        """Whether real rows are the same whatever padding holds, and without padding; dropout is compared as
+        if it drew equal numbers."""
 
         def same(one: list[Any], other: list[Any]) -> bool:
             return dependence([""] * len(one), one, other, allowed)[1] is None
@@ -47,7 +47,7 @@ class RowTrial:
             is_number = dtype.is_floating_point or dtype.is_complex
             return gross(dtype, self.buffers.device, journal) if is_number else 0.0
 
-        journal = WriteJournal()  # trials that are told the state do not look themselves
+        journal = WriteJournal()  # trials that are given the state do not watch themselves
         trials.run(lambda: self._watched_by(journal))
         one, other = trials.run(self._padded), trials.run(lambda: self._padded(poison=True))
         if not same(one, other):
@@ -58,11 +58,11 @@ class RowTrial:
                     return same(trials.run(self._padded), trials.run(self._alone))
             except DrawsAreMixed:
                 return self._shapes(trials.run(self._padded)) == self._shapes(trials.run(self._alone))
-            except Exception:  # it knows one number of rows, say
+            except Exception:  # it may support only one number of rows
                 return False
 
     def _watched_by(self, journal: WriteJournal) -> None:
-        with suppress(Exception), journal:  # what must not be watched says so; what fails, fails again
+        with suppress(Exception), journal:  # code that must not be watched raises; real failures recur
             self._padded()
 
     @staticmethod

@@ -70,7 +70,7 @@ class GraphedPart:
         self._signature = Signature.of(self.function, args, kwargs, batch_dim=0, shared=(), pads={})
         found = self._signature.batch_of(args, kwargs)
         if found is None or self._signature.opaque is not None:
-            raise BatchError(f"sample arguments of part {number} are not tensors and plain values")
+            raise BatchError(f"sample arguments of part {number} must be tensors and plain values")
         batch, shape = found
         self.ladder = ladder or Ladder([shape.num_tokens])
         self._examples = Examples(self._signature, batch)
@@ -80,7 +80,7 @@ class GraphedPart:
         self._places = Places(self._modules)
         self._written = Written({}, ())
         self._values = PythonValues(
-            function,  # whose own hooks are called around it, and those of parameters behind it
+            function,  # its own hooks run around it, parameters' hooks after it
             with_hooks_of=lambda owner: isinstance(owner, torch.nn.Module) and owner is not function,
         )
         self._is_padded = True
@@ -100,7 +100,7 @@ class GraphedPart:
     # -- capturing ---------------------------------------------------------------------------------
 
     def find_written(self, options: CaptureOptions) -> None:
-        """What the part writes when it is run. CaptureError if Python carries something to the next run."""
+        """Record what the part writes when it runs. Raises CaptureError if Python carries state over."""
         trials, rung = self._trials(options), self.ladder.limit
         with self._values.put_back(), trials.undone():
             views = self._fill(rung)
@@ -114,7 +114,7 @@ class GraphedPart:
     def _journal_of(self, rung: int) -> WriteJournal:
         journal = WriteJournal()
         try:
-            with suppress(Exception), journal:  # what must not be watched says so; what fails, fails again
+            with suppress(Exception), journal:  # code that must not be watched raises; real failures recur
                 self._try(rung)
         finally:
             journal.undo()
@@ -135,8 +135,8 @@ class GraphedPart:
                 trials.run(lambda: self._try(rung))
 
     def find_dependence_on_the_batch(self, options: CaptureOptions) -> None:
-        """Whether what padded rows hold changes real ones, or how many there are does: then nothing is
-        padded, and a ladder of several rungs is a CaptureError."""
+        """Determine whether real rows depend on what padded rows hold, or on the number of rows: then nothing
+        is padded, and a ladder of several rungs raises CaptureError."""
         rung = self.ladder.limit
         if rung < 2:
             return
@@ -146,7 +146,7 @@ class GraphedPart:
         if not self._is_padded and len(self.ladder) > 1:
             raise CaptureError(
                 f"the rows of part {self._number} depend on each other or on how many there are, so none can "
-                f"be padded: leave ladder= away, or put such layers outside"
+                f"be padded: leave out ladder=, or keep such layers outside the part"
             )
 
     def _try(self, rung: int) -> None:
@@ -156,8 +156,8 @@ class GraphedPart:
         for leaf in leaves_behind(tensors_in(output)):
             if not any(leaf is one for one in known):
                 raise CaptureError(
-                    f"part {self._number} computes with a tensor {list(leaf.shape)} that needs a gradient "
-                    f"and is neither an argument nor a parameter of it, and would get none: pass it as one"
+                    f"part {self._number} uses a tensor {list(leaf.shape)} that requires a gradient but is "
+                    f"neither its argument nor its parameter, so it would get none: pass it as an argument"
                 )
         self._run_backward(None)
 
@@ -199,8 +199,8 @@ class GraphedPart:
         self._is_padded = self._is_padded and not without_rows
         if without_rows and len(self.ladder) > 1:
             raise CaptureError(
-                f"part {self._number} returns {list(without_rows[0].shape)}, which has no row for each row "
-                f"of its inputs, so padding cannot be cut off"
+                f"part {self._number} returns {list(without_rows[0].shape)}, which does not have one row for "
+                f"each row of its inputs, so padding cannot be cut off"
             )
         pair.differentiable = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         pair.grad_outputs = [
@@ -219,7 +219,7 @@ class GraphedPart:
         self._alive = None
 
     def settle(self) -> None:
-        """All rungs are captured, and a module has its new `forward`."""
+        """Called when all rungs are captured, and a module has its new `forward`."""
         self._places.note()
         self._values.note()
         self._surroundings = self._now()
@@ -237,7 +237,7 @@ class GraphedPart:
     # -- running -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """From a graph if one serves the call, else as ever."""
+        """From a graph if one serves the call, else eagerly."""
         if is_recording() or decided_step_mode() is GraphMode.NONE:
             return self.function(*args, **kwargs)
         found = self._signature.batch_of(args, kwargs)
@@ -254,7 +254,7 @@ class GraphedPart:
             return self.function(*args, **kwargs)
         moved = self._places.moved()
         if moved:
-            raise moved_error(moved, "make the graphed callables anew")
+            raise moved_error(moved, "call make_graphed_callables again")
         if rows < rung and not self._is_padded:
             self._tell_of_fewer_rows(rung)
             self.eager_steps[Reason.PADDING_DISABLED] += 1
@@ -309,7 +309,7 @@ class GraphedPart:
     def replay_backward(
         self, pair: _Pair, shape: BatchShape, names: tuple[str, ...], number: int, given: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """Gradients of inputs and parameters. Copies: autograd may keep what it is given."""
+        """Gradients of inputs and parameters. Copies, because autograd may keep what it is given."""
         self._rounds.leave(self._number, number)
         self._pool.backend.order_replays()
         wanted = [

@@ -1,4 +1,4 @@
-"""Where the parameters and buffers of a model are, and what else of it a graph takes for granted."""
+"""Where the parameters and buffers of a model are, and what else of it a graph relies on."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class _Place(NamedTuple):
 
 
 class Places:
-    """Noted when graphs are captured; looked at before every replay."""
+    """Recorded when graphs are captured, checked before every replay."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
@@ -32,7 +32,7 @@ class Places:
         return self._places is not None
 
     def note(self) -> None:
-        """As it is now is as graphs read it."""
+        """Record the present places as those that graphs read."""
         self._places = list(self._now())
         tensors = [place.tensor for place in self._places]
         comparison = Comparison()
@@ -41,7 +41,7 @@ class Places:
         self._still = comparison.compiled()
 
     def forget(self) -> None:
-        """No graph reads anything."""
+        """Forget the places: no graph reads them."""
         self._places = None
 
     def _now(self) -> Iterator[_Place]:
@@ -54,7 +54,7 @@ class Places:
                             yield _Place(table, key, tensor, tensor.data_ptr(), name)
 
     def moved(self) -> list[str]:
-        """What is not where it was, by name."""
+        """What has moved, by name."""
         if self._places is None or self._still():
             return []
         return [
@@ -76,7 +76,7 @@ class Places:
 
     def names_of(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """These parameters with their names, in the order of the modules: the norm of all gradients, a sum,
-        is then that of `clip_grad_norm_(model.parameters())` to the last bit."""
+        then equals that of `clip_grad_norm_(model.parameters())` to the last bit."""
         names: dict[torch.Tensor, str] = {
             p: name for root in self._modules for name, p in root.named_parameters()
         }
@@ -86,20 +86,20 @@ class Places:
 
 
 class Written(NamedTuple):
-    """What a step writes by itself when it is run."""
+    """What a step writes by itself when it runs."""
 
     tensors: dict[str, torch.Tensor]
     generators: tuple[torch.Generator, ...]
 
 
 def written_by(run: Callable[[], object], besides: Iterable[torch.Tensor]) -> Written:
-    """An embedding with `max_norm`, an encoder that follows another one, a mean that a loss function keeps,
-    generators of its own: all that is written of what was there before. The run is undone."""
+    """Everything written that existed before, for example by an embedding with `max_norm`, an encoder that
+    follows another one, a mean kept by a loss function, or its own generators. The run is undone."""
     journal = WriteJournal()
     try:
         with journal:
             run()
-    except Exception:  # what must not be watched says so; what fails, fails again unwatched
+    except Exception:  # code that must not be watched raises; real failures recur
         return Written({}, ())
     finally:
         journal.undo()
@@ -111,7 +111,7 @@ def written_by(run: Callable[[], object], besides: Iterable[torch.Tensor]) -> Wr
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a storage: what was seen first may be a part of it."""
+    """All of a storage: the tensor seen first may be only a part of it."""
     storage = tensor.untyped_storage()
     length = storage.nbytes() // tensor.itemsize
     return tensor_over(storage, tensor.dtype, (length,), (1,))

@@ -1,7 +1,7 @@
-"""Numbers and settings in Python that a captured step has baked in: a chance of dropout, a weight of a loss.
+"""Numbers and settings in Python that a captured step has baked in, such as a dropout rate or a loss weight.
 
-A replay runs no Python, so a value that was changed since the capture would be ignored without a word. Before
-every replay all that model and loss function reach is compared, by identity: see `standing.py`.
+A replay runs no Python, so a value changed since the capture would be ignored silently. Before every replay,
+everything that model and loss function reach is compared, by identity: see `standing.py`.
 """
 
 import logging
@@ -27,10 +27,10 @@ _PARAMETER_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_
 
 
 class PythonValues:
-    """What a model and a loss function look at besides tensors."""
+    """What a model and a loss function use besides tensors."""
 
     def __init__(self, *roots: Any, with_hooks_of: Callable[[Any], bool] = lambda owner: True) -> None:
-        """`with_hooks_of`: which modules and tensors have hooks of gradients that a graph calls."""
+        """`with_hooks_of`: the modules and tensors whose gradient hooks a graph calls."""
         self._roots, self._with_hooks_of = roots, with_hooks_of
         self._named_assigned: set[str] = set()
         self._own: set[Key] = set()
@@ -46,7 +46,7 @@ class PythonValues:
 
     @contextmanager
     def first_step(self) -> Iterator[None]:
-        """Around a step: what is assigned in it, it assigns itself."""
+        """Around a step: what is assigned inside counts as assigned by the step itself."""
         before = self._reached()
         yield
         self._own |= before.changed()
@@ -59,7 +59,7 @@ class PythonValues:
 
     @contextmanager
     def put_back(self) -> Iterator[Reached]:
-        """Around trial runs: they count for nothing. As things are before them."""
+        """Around trial runs: undo what they assign. Yields the values from before."""
         before = self._reached()
         memory = [(tensor, tensor.detach()) for tensor in before.tensors]
         try:
@@ -72,9 +72,9 @@ class PythonValues:
                     tensor.data = there
 
     def why_no_graph(self, run: Callable[[], WriteJournal]) -> str | None:
-        """Whether Python carries something from step to step that no replay would, found by two more runs
-        after trial runs: a new tensor, or other memory for one, that the next step goes on from (buffers are
-        state, read or not), or whatever else makes the next step do other work."""
+        """Whether Python carries something from step to step that no replay would. Determined by two more
+        runs after trial runs: a new tensor, or other memory for one, that the next step continues from
+        (buffers are state, read or not), or anything else that makes the next step do different work."""
         between = self._reached()
         addresses, drawn = [tensor.data_ptr() for tensor in between.tensors], python_draws.generators()
         journal = run()
@@ -86,16 +86,16 @@ class PythonValues:
         place = place or between.assigned().goes_on_from_former(set(journal.reads), buffers)
         if place is not None:
             return (
-                f"the step keeps state by assigning a new tensor to {place}, and a replay would go on from "
-                f"the old one: register it as a buffer, and change it in place (copy_)"
+                f"the step keeps state by assigning a new tensor to {place}, and a replay would continue "
+                f"from the old one: register it as a buffer, and change it in place (copy_)"
             )
         if python_draws.generators() != drawn:
             return python_draws.WHY_NOT
         again, known = run(), set(map(storage_address, between.tensors))
         if (again.work, again.reads.keys() & known) != (journal.work, journal.reads.keys() & known):
             return (
-                f"two steps with the same inputs do different work: something in Python decides what, "
-                f"{', '.join(assigned[:5]) or 'which no code that we follow shows'}. Keep it in a tensor"
+                f"two steps with the same inputs do different work, which is decided in Python: "
+                f"{', '.join(assigned[:5]) or 'by something that was not found'}. Keep it in a tensor"
             )
         return None
 
@@ -106,7 +106,7 @@ class PythonValues:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Around a capture: from here on, what was not assigned by the step itself has to stay as it is."""
+        """Around a capture: from here on, what the step does not assign itself must stay as it is."""
         before = self._reached()
         with python_draws.undone():
             yield
@@ -116,7 +116,7 @@ class PythonValues:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Around trial runs behind the first: what these assign, every run assigns."""
+        """Around trial runs after the first: what these assign, every run assigns."""
         before = self._reached()
         yield
         self._name_assigned_since(before)
@@ -127,21 +127,21 @@ class PythonValues:
         if new:
             self._named_assigned.update(new)
             logger.warning(
-                "every step assigns %s in Python: a replay runs no Python, leaves it as it is, and goes on "
-                "with the value of the capture. Keep it in a buffer if it matters",
+                "every step assigns %s in Python: a replay runs no Python, leaves it unchanged, and uses "
+                "the value from the capture. Keep it in a buffer if it matters",
                 ", ".join(new[:5]),
             )
         return assigned
 
     def note(self) -> None:
-        """As it is now is as graphs have it, or will have it."""
+        """Record the present values as those that graphs have, or will have."""
         self._captured = reached = self._reached(ignored=self._own)
         self._still = reached.standing(without=self._tables())
         self._has_same_hooks = _hooks_of_gradients(reached.modules).compiled()
         self._training = reached.training()
 
     def why_changed(self, *, quietly: bool = False) -> Reason | None:
-        """Why a replay would do something else than the step as it is now. `quietly`: nobody is told."""
+        """Why a replay would differ from the step as it is now. `quietly`: without a warning."""
         reached = self._captured
         if reached is None or (self._still() and self._has_same_hooks()):
             return None
@@ -149,18 +149,18 @@ class PythonValues:
             return Reason.TRAINING_MODE_CHANGED
         changed = [*reached.changed_values(), *reached.replaced(self._tables()), *reached.added()]
         if not changed and reached.is_same_code() and self._has_same_hooks():
-            return None  # equal numbers, only not the same objects
+            return None  # equal numbers in different objects
         if not (quietly or self._has_warned):
             self._has_warned = True
             logger.warning(
-                "steps run eagerly while %s is not as at the capture: a graph would go on with what it was. "
-                "Keep what changes in a tensor and change that in place, or pass it as an input",
+                "steps run eagerly while these differ from the capture: %s. A graph would continue with the "
+                "old values: keep what changes in a tensor and change that in place, or pass it as an input",
                 ", ".join(changed[:5]) or "a hook or method of a module or parameter",
             )
         return Reason.ATTRIBUTE_CHANGED
 
     def _tables(self) -> set[int]:
-        """Where parameters and buffers stand, by identity: `Places` looks after these."""
+        """The tables of parameters and buffers, by identity: `Places` checks these."""
         modules = [m for root in self._roots if isinstance(root, torch.nn.Module) for m in root.modules()]
         return {id(table) for module in modules for table in (module._parameters, module._buffers)}
 

@@ -11,7 +11,7 @@ from .user_flags import UserFlags
 
 
 class Rates:
-    """One for each group, and put there, in place of the number that was given."""
+    """One rate for each group, which replaces the number in the group."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, users: UserFlags, dtype: torch.dtype, device: torch.device
@@ -31,18 +31,18 @@ class Rates:
         return self._optimizer.param_groups
 
     def refuse_new_groups(self) -> None:
-        """ConfigError if there are more groups than rates."""
+        """Raises ConfigError if there are more groups than rates."""
         if not self.is_of_all_groups:
-            raise ConfigError("a group of parameters was added: make the step anew")
+            raise ConfigError("a parameter group was added: make a new step")
 
     def take(self) -> None:
-        """What the groups say, or the tensors that once were given there."""
+        """Take the groups' rates, or those of the tensors once given there."""
         for number, group in enumerate(self._groups):
             self._take(number, group)
 
     def _take(self, number: int, group: dict[str, Any]) -> None:
         rate, own, users = group.get("lr"), self.tensors[number], self._users
-        if rate is None:  # it makes its own
+        if rate is None:  # the optimizer determines its own
             return
         if rate is not own:
             with torch.no_grad():
@@ -53,7 +53,7 @@ class Rates:
             elif not any(rate is tensor for tensor in users.of_steps):
                 users.rate_tensors[number] = rate, rate._version
         given, version = users.rate_tensors.get(number, (own, own._version))
-        if given._version != version:  # who gave a tensor may go on writing to it
+        if given._version != version:  # the user may continue to write to a given tensor
             with torch.no_grad():
                 own.fill_(given)
             users.rate_tensors[number] = given, given._version
@@ -61,7 +61,7 @@ class Rates:
         self._values[number] = None
 
     def set(self, wanted: float | Sequence[float], *, on_device: bool) -> None:
-        """What a schedule says. `on_device`: else the groups get the numbers."""
+        """Take a schedule's rates. `on_device`: otherwise the groups get the numbers."""
         is_one = isinstance(wanted, str) or not isinstance(wanted, Sequence)
         values: list[Any] = [wanted] * len(self._groups) if is_one else list(wanted)  # type: ignore[arg-type]
         if len(values) != len(self._groups):
@@ -69,7 +69,7 @@ class Rates:
                 f"the schedule gave {len(values)} learning rates for {len(self._groups)} groups"
             )
         if wrong := [value for value in values if not isinstance(value, Real | torch.Tensor)]:
-            raise ConfigError(f"the schedule gave {wrong[0]!r}, which is no learning rate")
+            raise ConfigError(f"the schedule gave {wrong[0]!r}, which is not a learning rate")
         for number, value in enumerate(values):
             self._groups[number]["lr"] = self.tensors[number] if on_device else value
             if value != self._values[number]:
@@ -78,7 +78,7 @@ class Rates:
                 self._users.rates[number] = float(value)
 
     def give_back(self) -> None:
-        """The groups have what the user gave, for an optimizer that nothing is captured of."""
+        """Restore what the user gave to the groups, for an optimizer that is not captured."""
         for number, group in enumerate(self._groups):
             given = self._users.rate_tensors.get(number)
             if group.get("lr") is None:

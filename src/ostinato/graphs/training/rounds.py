@@ -1,10 +1,10 @@
 """The order in which the parts of a model run, forward and backward.
 
 Note [Rounds]
-What a forward graph saves for its backward lies in the shared pool, and so does what later parts work with.
-That is sound in the order of the capture only: forward from the first part to the last, backward from the
-last to the first, all from graphs of one rung. A round is one such passage. A part that is called out of
-order begins a new round, and the backward of what was called before is refused: its memory is written again.
+What a forward graph saves for its backward lies in the shared pool, and so do the intermediates of later
+parts. That is sound only in the order of the capture: forward from the first part to the last, backward from
+the last to the first, all from graphs of one rung. A round is one such pass. A part called out of order
+begins a new round, and the backward of earlier calls is refused, because its memory is overwritten.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Rounds:
         self._lent: list[torch.Tensor] = []
 
     def rung_for(self, part: int, rung: int | None, rows: int) -> int | None:
-        """The rung that a call may use now; None: it has to run eagerly."""
+        """The rung that a call may use now; None: it must run eagerly."""
         if rung is None or not self._open or part <= self._open[-1]:
             return rung
         return self._rung if rows <= self._rung else None
@@ -39,14 +39,14 @@ class Rounds:
         return self._number
 
     def lend(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Results that the next round overwrites."""
+        """Note results that the next round overwrites."""
         self._lent += outputs
 
     def leave(self, part: int, number: int) -> None:
-        """A part runs backward, or it is too late for that."""
+        """A part runs backward. Raises BatchError if it is too late for that."""
         if number != self._number or part not in self._open:
             raise BatchError(
-                f"the backward of part {part} comes too late, or for the second time: what it needs has been "
+                f"the backward of part {part} comes too late, or a second time: what it needs has been "
                 f"overwritten. Call the parts in the order of make_graphed_callables, each once"
             )
         del self._open[self._open.index(part) :]

@@ -32,11 +32,11 @@ logger = logging.getLogger("ostinato.graphs")
 Schedule = Callable[[int], float | Sequence[float]]
 
 _STATE = {"optimizer_steps", "micro_batches", "skipped", "gradients", "rng", "device_rng", "generators"}
-"""What `state_dict` has."""
-_HAS_HOOKS = "it has hooks, which no replay would call"
+"""The keys of `state_dict`."""
+_HAS_HOOKS = "it has hooks, which a replay would not call"
 _MOVES_PARAMETERS = (
-    "{} gives parameters other memory when it steps (p.data = ...), and a graph would go on with the former: "
-    "have it change them in place (copy_, add_)"
+    "{} gives parameters new memory when it steps (p.data = ...), and a graph would continue with the old: "
+    "change them in place (copy_, add_)"
 )
 
 
@@ -93,15 +93,15 @@ class TrainStep:
             options=options,
         )
         self.optimizer_steps = 0
-        """Updates so far, skipped ones included: what a schedule is asked with."""
+        """Updates so far, including skipped ones; passed to the schedule."""
         self.micro_batches = 0
         """Micro-batches since the last update."""
 
     def __call__(self, inputs: Any, targets: Any, *, last: bool = False) -> torch.Tensor:
         """Train on one micro-batch: every `accumulate`-th call updates the parameters.
 
-        `last`: this one does, also if fewer came since the last update; they are averaged. Returns the loss
-        of the micro-batch, a tensor of its own.
+        `last`: this call does, even if fewer came since the last update; they are averaged. Returns the loss
+        of the micro-batch, as a tensor of its own.
         """
         self._refuse_ambient_autocast()
         with turn, torch.inference_mode(False):
@@ -129,7 +129,7 @@ class TrainStep:
             return loss
 
     def flush(self) -> bool:
-        """Update with the micro-batches since the last update, if there are any; whether there were."""
+        """Update with the micro-batches since the last update, if any. False if there were none."""
         if not self.micro_batches:
             return False
         with turn, torch.inference_mode(False):
@@ -143,9 +143,9 @@ class TrainStep:
         return True
 
     def capture(self, inputs: Any, targets: Any) -> Report:
-        """Capture for batches like this one: of another number of rows than the first, say. Before the first
-        update nothing is captured yet, because the optimizer has no state; it is then. What was captured and
-        is baked in otherwise than it is now (a chance of dropout, a weight decay) is captured anew."""
+        """Capture for batches like this one, for example with another number of rows than the first. Before
+        the first update, capturing is deferred until after it, because the optimizer has no state yet. Graphs
+        with outdated baked-in values (a dropout rate, a weight decay) are captured again."""
         with turn, torch.inference_mode(False):
             is_accumulating = self.micro_batches > 0
             if self._optimizer.has_stepped and self._graphs.is_captured:
@@ -167,7 +167,7 @@ class TrainStep:
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients before the last update clipped them."""
         if self._update.norm is None:
-            raise ConfigError("the norm of gradients is known where they are clipped: pass clip_norm=")
+            raise ConfigError("the norm of gradients is only computed for clipping: pass clip_norm=")
         return self._update.norm.clone()
 
     def report(self) -> Report:
@@ -175,12 +175,12 @@ class TrainStep:
         return self._graphs.report()
 
     def check_addresses(self) -> None:
-        """Raise AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
+        """Raises AddressError, naming it, if a parameter, buffer or state of the optimizer has moved."""
         self._graphs.check_addresses()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the states of model, optimizer and scaler: counts, random
-        generators, and gradients in the middle of an accumulation."""
+        generators, and, in the middle of an accumulation, gradients."""
         gradients = [p.grad for p in self._optimizer.parameters] if self.micro_batches else []
         generators = [generator.get_state() for generator in self._options.generators]
         return {
@@ -194,13 +194,15 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called."""
+        """Continue where `state_dict` was called."""
         if missing := _STATE - set(state):
-            raise ConfigError(f"this is no state of a training step: it has no {', '.join(sorted(missing))}")
+            raise ConfigError(
+                f"this is not the state of a training step: it lacks {', '.join(sorted(missing))}"
+            )
         if state["micro_batches"] >= self._accumulate:
             raise ConfigError(
-                f"the state is of {state['micro_batches']} micro-batches since an update, and this step "
-                f"updates after {self._accumulate}: flush() before saving, or pass the accumulate of then"
+                f"the state has {state['micro_batches']} micro-batches since an update, but this step "
+                f"updates after {self._accumulate}: flush() before saving, or use the same accumulate"
             )
         self.optimizer_steps, self.micro_batches = state["optimizer_steps"], state["micro_batches"]
         self._update.skipped.fill_(state["skipped"])
@@ -214,7 +216,7 @@ class TrainStep:
     # -- one micro-batch ---------------------------------------------------------------------------
 
     def _follow_the_optimizer(self) -> None:
-        """Numbers in its groups that move and hooks of its own are in no graph: it steps behind them."""
+        """If group numbers have changed or it has hooks, which no graph includes, step after the graphs."""
         if not self._graphs.is_captured or self._optimizer.why_behind is not None:
             return
         why = self._why_not_inside()
@@ -231,9 +233,9 @@ class TrainStep:
         if not moved:
             return None
         return (
-            f"{', '.join(dict.fromkeys(moved))} in its groups moved, which a graph has baked in (a scheduler "
-            f"that cycles momentum does that). Where it moved for good, step.capture(inputs, targets) "
-            f"captures anew"
+            f"{', '.join(dict.fromkeys(moved))} in its groups changed, which a graph has baked in (a "
+            f"scheduler that cycles momentum does that). If it changed for good, call "
+            f"step.capture(inputs, targets) to capture again"
         )
 
     def _prepare(self, updates: bool) -> None:
@@ -287,10 +289,8 @@ class TrainStep:
             reason = decision.reason
         if reason is Reason.LARGER_THAN_MAX and self._is_ladder_made_up:
             longest = self._graphs.rungs.limit
-            self._tell_once(
-                f"batches longer than the first, of {longest}, run eagerly: pass ladder=[lengths]"
-            )
-        if reason is Reason.PADDING_DISABLED and len(self._graphs.rungs) == 1:  # else it was said before
+            self._tell_once(f"batches longer than the first ({longest}) run eagerly: pass ladder=[lengths]")
+        if reason is Reason.PADDING_DISABLED and len(self._graphs.rungs) == 1:  # else it was logged before
             self._tell_once(f"shorter batches run eagerly: {graphs.why_not_padded}")
         return self._eagerly(runner, batch, shape, reason)
 
@@ -301,10 +301,10 @@ class TrainStep:
         return loss
 
     def _run_unseen(self, inputs: Any, targets: Any, does: Kind) -> torch.Tensor:
-        """Eagerly, on a batch of a kind that nothing was captured for."""
+        """Run eagerly a batch of a kind that nothing was captured for."""
         self._graphs.eager_steps[Reason.UNSEEN_SIGNATURE] += 1
         kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
-        what_helps = "step.capture(inputs, targets) changes that"
+        what_helps = "call step.capture(inputs, targets) to capture them"
         self._tell_once(
             f"batches of other shapes or numbers than the first run eagerly: {kind.opaque or what_helps}"
         )
@@ -315,8 +315,8 @@ class TrainStep:
             return self._micro_batch(kind, tensors, does, is_rung=False)
 
     def _run_first(self, graphs: KindGraphs, batch: Batch, shape: BatchShape) -> torch.Tensor:
-        """Until the optimizer has made its state. On padded inputs, so that a run that is resumed here goes
-        on with the very numbers that graphs give."""
+        """Steps until the optimizer has created its state. On padded inputs, so that a run resumed here
+        continues with exactly the numbers that graphs give."""
         if self._graphs.is_captured:  # a state from before the first update was loaded
             self._graphs.drop(is_accumulating=self.micro_batches > 0)
         runner, rung = graphs.runner, self._graphs.rungs.round_up(shape.num_tokens)
@@ -336,14 +336,16 @@ class TrainStep:
 
     def _refuse_ambient_autocast(self) -> None:
         if torch.is_autocast_enabled(self._device.type):
-            raise ConfigError("a captured step casts by itself: pass autocast= and call it outside autocast")
+            raise ConfigError(
+                "a captured step does its own casting: pass autocast=, and call it outside torch.autocast"
+            )
 
 
 def _tell_of_untrained(names: list[str]) -> None:
     if names:
         logger.warning(
-            "the optimizer does not have %d parameters of the model (%s ...): the step neither trains them "
-            "nor leaves gradients for another optimizer. Give one optimizer all of them, or freeze them",
+            "the optimizer lacks %d parameters of the model (%s ...): the step neither trains them nor "
+            "leaves gradients for another optimizer. Give all of them to one optimizer, or freeze them",
             len(names),
             ", ".join(names[:3]),
         )

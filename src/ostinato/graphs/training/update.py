@@ -1,4 +1,4 @@
-"""From gradients to new parameters, without a look at a value by the host."""
+"""From gradients to new parameters, without the host reading any value."""
 
 import math
 
@@ -9,7 +9,7 @@ from .optimizers import StaticOptimizer
 
 
 class Update:
-    """Averages, unscales, checks and clips gradients, then steps the optimizer or does not."""
+    """Averages, unscales, checks and clips gradients, then steps the optimizer or skips the update."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Update:
         return [scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
 
     def hold(self, held: bool) -> None:
-        """Whether updates leave parameters and the optimizer's state as they are: in trial runs."""
+        """Whether updates leave parameters and the optimizer's state unchanged, as in trial runs."""
         self._held.fill_(float(held))
 
     def divide_by(self, micro_batches: int, accumulate: int) -> None:
-        """How many micro-batches the next update is of; each was divided by `accumulate` already."""
+        """Set the number of micro-batches of the next update; each was already divided by `accumulate`."""
         correction = accumulate / micro_batches
         if correction != self._given:
             self._correction.fill_(correction)
@@ -74,12 +74,12 @@ class Update:
         self._verdict.copy_(self._judged())
 
     def step(self) -> None:
-        """What `judge` has left to do."""
+        """What `judge` leaves to do."""
         with torch.no_grad():
             self._optimizer.step(self._verdict)
 
     def _judged(self) -> torch.Tensor:
-        """Average, unscale and clip; 1.0 if the update is to be skipped. Small kernels are counted here."""
+        """Average, unscale and clip; returns 1.0 if the update must be skipped. Every small kernel counts."""
         pairs = self._gradients.present
         gradients = [gradient for _, gradient in pairs]
         if self._average:
@@ -102,7 +102,7 @@ class Update:
         return skip
 
     def _unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Divide by the scale; 1.0 if something was not finite."""
+        """Divide by the scale; returns 1.0 if something was not finite."""
         assert self._scaler is not None
         assert self._scaler._scale is not None
         inverse = self._scaler._scale.double().reciprocal().float()
