@@ -24,6 +24,13 @@ WEATHER = {
     },
 }
 
+
+
+def chunks_of(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    text = server.post(path, {**body, "stream": True}).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
 HARMLESS = [
     {"store": True},
     {"store": False, "metadata": {"a": "b"}},
@@ -152,6 +159,11 @@ def test_token_ids_of_answers_and_prompts(server: ServerProcess) -> None:
     ids = chat["choices"][0]["token_ids"]
     assert server.post("/detokenize", {"tokens": ids[:-1]}).json()["prompt"] == "Hello wérld"
     assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    first, *others = chunks_of(server, "/v1/chat/completions", {**CHAT, "return_token_ids": True, "n": 2})
+    assert first["prompt_token_ids"] == chat["prompt_token_ids"], "of the chunk, as vLLM has it"
+    assert not any("prompt_token_ids" in chunk for chunk in others)
+    choices = [choice for chunk in others for choice in chunk["choices"] if choice["index"] == 1]
+    assert sum((choice.get("token_ids", []) for choice in choices), []) == ids
 
 
 def test_ids_that_the_client_chooses(server: ServerProcess) -> None:
@@ -163,9 +175,8 @@ def test_ids_that_the_client_chooses(server: ServerProcess) -> None:
 
 
 def test_usage_in_every_chunk(server: ServerProcess) -> None:
-    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    text = server.post("/v1/completions", {**TEXT, **options}).text
-    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = chunks_of(server, "/v1/completions", {**TEXT, **options})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 5

@@ -194,7 +194,6 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -208,6 +207,8 @@ class ChatChunk(msgspec.Struct):
     metrics: AnswerMetrics | msgspec.UnsetType = msgspec.UNSET
     metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
     """With the end of an answer."""
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """With the beginning of the first one, where vLLM's clients look for them."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
