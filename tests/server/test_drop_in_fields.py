@@ -47,6 +47,11 @@ HARMLESS = [
     {"bad_words": ["zz", "never"], "cache_salt": "mine"},
     {"priority": 0},
     {"stream_options": None},
+    {"session_id": "mine", "function_call": "none", "truncation_side": "left"},
+    {"include_reasoning": True, "separate_reasoning": False, "stream_reasoning": True},
+    {"return_prompt_text": False, "return_token_offsets": False, "routed_experts_prompt_start": 0},
+    {"add_special_tokens": False},
+    {"structured_outputs": None, "data_parallel_rank": 0, "no_stop_trim": False},
 ]
 
 
@@ -82,6 +87,10 @@ def test_harmless_fields_change_nothing(server: ServerProcess, extras: dict) -> 
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "one of"),
         ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
         ({"request_id": "no blanks allowed"}, "request_id"),
+        ({"separate_reasoning": True}, "between its tags"),
+        ({"include_reasoning": False}, "between its tags"),
+        ({"truncation_side": "right"}, "last tokens"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
@@ -100,7 +109,7 @@ def test_shapes_under_the_names_of_the_peers(server: ServerProcess) -> None:
         ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
         ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
         ({"guided_choice": ["red", 'a "b"\n']}, '(red|a "b"\n)'),
-        ({"structured_outputs": {"choice": ["red", "blue"]}}, "(red|blue)"),
+        ({"structured_outputs": {"choice": ["red", "blue"], "disable_fallback": False}}, "(red|blue)"),
         ({"structured_outputs": {"regex": "[xy]z"}}, "[xy]z"),
         ({"guided_grammar": 'root ::= "<" [a-c] ">"'}, "<[a-c]>"),
         ({"ebnf": 'root ::= "<" [a-c] ">"'}, "<[a-c]>"),

@@ -57,6 +57,7 @@ class Sampling(Body):
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Label | None = None
     safety_identifier: Label | None = None
+    session_id: Label | None = None
     reasoning_effort: Label | None = None
     """Chat templates that know the variable get it."""
 
@@ -135,6 +136,8 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
+    add_special_tokens: Literal[False] | None = None
+    """The chat template writes those that belong there."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as enable_thinking."""
     chat_template: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
