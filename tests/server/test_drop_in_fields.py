@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from ostinato.server.openai.conversation import AssistantMessage
+from ostinato.server.openai.served_model import _as_template_message
+
 from .server_process import ServerProcess
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "Say hello"}], "temperature": 0}
@@ -204,6 +207,7 @@ def test_messages_as_clients_send_them_back(server: ServerProcess) -> None:
             "audio": None,
             "function_call": None,
             "reasoning_content": "hm",
+            "reasoning": "hm",
             "provider_specific_fields": {"refusal": None},
             "tool_calls": [call],
         },
@@ -211,6 +215,13 @@ def test_messages_as_clients_send_them_back(server: ServerProcess) -> None:
     ]
     answer = server.post("/v1/chat/completions", {**CHAT, "messages": messages, "tool_choice": "none"})
     assert answer.status_code == 200, answer.text
+    thought = AssistantMessage(role="assistant", content="a", reasoning="hm", cache_control={})
+    assert _as_template_message(thought) == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    hint = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "Say hello", **hint}]
+    hinted = {"messages": [{"role": "user", "content": parts, **hint}], "tools": [{**WEATHER, **hint}]}
+    answer = server.post("/v1/chat/completions", {**CHAT, **hinted, "tool_choice": "none"})
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello wérld", answer.text
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     answer = server.post("/v1/chat/completions", {**CHAT, "messages": picture})
     assert "image_url" in answer.json()["error"]["message"]
