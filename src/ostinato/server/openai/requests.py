@@ -13,6 +13,7 @@ from .shapes import Choices, Grammar, Regex, ResponseFormat, Schema, StructuredO
 MAX_N = 128
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 Metadata = dict[str, Any]
+Template = Annotated[str, Field(min_length=1, max_length=65536)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -140,7 +141,7 @@ class ChatRequest(Sampling):
     """The chat template writes those that belong there."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as enable_thinking."""
-    chat_template: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
+    chat_template: Template | None = None
     """A template instead of the model's, where the server trusts clients with it."""
 
 
@@ -170,10 +171,19 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer puts its special tokens around the prompt; it does. In a conversation the
+    template writes them."""
+    return_token_strs: bool | None = None
+    """Give each token as it stands in the vocabulary too."""
     messages: Messages | None = None
+    """The next ones belong to it, as in a chat."""
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Label | None = None
+    chat_template: Template | None = None
 
 
 class DetokenizeRequest(Body):

@@ -263,6 +263,8 @@ class TokenizeBody(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str | None] | msgspec.UnsetType = msgspec.UNSET
+    """As they stand in the vocabulary; where they were asked for."""
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
