@@ -317,6 +317,18 @@ def test_embeddings_of_fewer_dimensions(server: ServerProcess) -> None:
     assert isinstance(given["data"][0]["embedding"], str)
 
 
+def test_as_many_inputs_as_with_openai(server: ServerProcess) -> None:
+    """langchain sends 1000 at once."""
+    texts = ["ab", "b"] * 150
+    data = server.post("/v1/embeddings", {"input": texts, "add_special_tokens": True}).json()["data"]
+    assert [item["index"] for item in data] == list(range(300))
+    assert [item["embedding"] for item in data[:2]] * 150 == [item["embedding"] for item in data]
+    ranked = server.post("/rerank", {"query": "b", "documents": texts, "top_n": 2}).json()["results"]
+    assert [each["index"] for each in ranked] == [0, 1]
+    refused = server.post("/v1/embeddings", {"input": ["a"] * 2049})
+    assert "at most 2048 items" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "said"),
     [

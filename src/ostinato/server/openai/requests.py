@@ -11,6 +11,8 @@ from .conversation import AllowedTools, Messages, Tool, ToolChoice
 from .shapes import Choices, Grammar, Regex, ResponseFormat, Schema, StructuredOutputsField
 
 MAX_N = 128
+MAX_INPUTS = 2048
+"""Texts of a request that are only read, as with OpenAI: clients divide what they have into lists of that size."""
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 Metadata = dict[str, Any]
 Template = Annotated[str, Field(min_length=1, max_length=65536)]
@@ -150,13 +152,15 @@ class EmbeddingRequest(Body):
 
     input: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=256)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     )
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     user: Label | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer puts its special tokens around the inputs; it does."""
     dimensions: Count | None = None
     """Give the first so many numbers of each vector, at length 1 again."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
