@@ -111,6 +111,7 @@ def test_generate_in_a_shape(server: ServerProcess) -> None:
         ({"text": "x" * 300}, "text"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
+        ({"text": "abc", "return_logprob": True, "logprob_start_len": 4}, "logprob_start_len"),
         ({"text": "a", "image_data": "x"}, "image_data"),
     ],
 )

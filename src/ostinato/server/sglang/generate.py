@@ -60,6 +60,7 @@ async def generations_of(
     found: list[Completion] = []
     for prompt, sampling, adapter in zip(prompts, each, adapters, strict=True):
         adapted = model.with_adapter(adapter, "lora_path")
+        before = len(found)
         try:
             asked = _as_completion(prompt, sampling, body, model.ready.preferred_sampling)
             for completion in await completions_of(asked, adapted, wakes_every, on_token):
@@ -67,7 +68,15 @@ async def generations_of(
                 found.append(completion)
         except ApiError as error:
             raise _renamed(error, body) from None
+        _check_start(body, len(found[before].prompt_ids))
     return found
+
+
+def _check_start(body: GenerateRequest, length: int) -> None:
+    start = body.logprob_start_len
+    if body.return_logprob and start is not None and start > length:
+        message = f"logprob_start_len: {start} is behind the end of a prompt of {length} tokens"
+        raise ApiError(400, message, param="logprob_start_len")
 
 
 def _prompts(body: GenerateRequest) -> list[str | list[int]]:
