@@ -28,7 +28,6 @@ WEATHER = {
 }
 
 
-
 def chunks_of(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     text = server.post(path, {**body, "stream": True}).text
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
@@ -175,7 +174,7 @@ def test_token_ids_of_answers_and_prompts(server: ServerProcess) -> None:
     assert first["prompt_token_ids"] == chat["prompt_token_ids"], "of the chunk, as vLLM has it"
     assert not any("prompt_token_ids" in chunk for chunk in others)
     choices = [choice for chunk in others for choice in chunk["choices"] if choice["index"] == 1]
-    assert sum((choice.get("token_ids", []) for choice in choices), []) == ids
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == ids
 
 
 def test_ids_that_the_client_chooses(server: ServerProcess) -> None:

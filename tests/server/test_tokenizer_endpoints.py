@@ -32,7 +32,11 @@ def test_tokenize_with_the_fields_of_a_chat(server: ServerProcess) -> None:
     body = {"messages": messages, "continue_final_message": True, "chat_template_kwargs": {"x": 1}}
     ids = server.post("/tokenize", {**body, "add_special_tokens": False}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == "user: hi\nassistant: so"
-    for extras in ({"chat_template": "x"}, {"add_special_tokens": True}, {"chat_template_kwargs": {"tools": 1}}):
+    for extras in (
+        {"chat_template": "x"},
+        {"add_special_tokens": True},
+        {"chat_template_kwargs": {"tools": 1}},
+    ):
         [name] = extras
         assert server.post("/tokenize", {"messages": messages, **extras}).json()["error"]["param"] == name
     unused = server.post("/tokenize", {"prompt": "x", "continue_final_message": True})

@@ -12,7 +12,7 @@ from .shapes import Choices, Grammar, Regex, ResponseFormat, Schema, StructuredO
 
 MAX_N = 128
 MAX_INPUTS = 2048
-"""Texts of a request that are only read, as with OpenAI: clients divide what they have into lists of that size."""
+"""Texts of a request that are only read, as with OpenAI: clients divide what they have by it."""
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 Metadata = dict[str, Any]
 Template = Annotated[str, Field(min_length=1, max_length=65536)]
