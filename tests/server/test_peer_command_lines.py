@@ -7,6 +7,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
+
+from ostinato.cli.main import app
+from ostinato.server import serving
+from ostinato.server.config import ServerConfig
 
 from .server_process import ServerProcess
 
@@ -89,6 +94,22 @@ def test_a_command_line_of_a_peer_starts_a_server(
     assert "Hi" not in log.replace("Hi-", ""), "what was said is nobody's business"
     if peer == "sglang":
         assert "--enable-torch-compile has no effect: " in log
+
+
+def test_the_key_of_vllms_environment_protects_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ServerConfig] = []
+    monkeypatch.setattr(serving, "serve", lambda _, config: started.append(config) or 0)
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    for own, line, keys in (
+        (None, [], ("theirs",)),
+        ("ours", [], ("ours",)),
+        (None, ["--api-key", "given"], ("given",)),
+    ):
+        if own is not None:
+            monkeypatch.setenv("OSTINATO_API_KEY", own)
+        assert CliRunner().invoke(app, ["serve", *line]).exit_code == 0
+        assert started[-1].api_key == keys
+        monkeypatch.delenv("OSTINATO_API_KEY", raising=False)
 
 
 def test_a_client_that_leaves_is_logged_with_the_id_it_got(server: ServerProcess) -> None:
