@@ -20,8 +20,8 @@ def serve(model_name: ModelArgument = None, *, engine: Mapping[str, Any], server
     """Serve a model over the OpenAI API, with a live page at /.
 
     Keys can also be set in the environment, as OSTINATO_API_KEY (or VLLM_API_KEY) and OSTINATO_ADMIN_KEY, so
-    that lists of processes do not show them. Flags of `vllm serve` and of SGLang's launch_server work too: see
-    docs/flags.md. Without an admin key, VLLM_SERVER_DEV_MODE=1 means --open-admin.
+    that lists of processes do not show them. Flags of `vllm serve` and of SGLang's launch_server work too:
+    see docs/flags.md. Without an admin key, VLLM_SERVER_DEV_MODE=1 means --open-admin.
     """
     from ostinato.graphs.errors import ConfigError
 
