@@ -39,7 +39,7 @@ _NEUTRAL = {
 }
 """What is meant where a request does not say. The model's generation_config.json does not count here, with
 SGLang as well: trainers take it that nothing is changed which they have not named."""
-_THEIRS = {ours: theirs for theirs, ours in _NAMES.items()}
+_THEIRS = {ours: theirs for theirs, ours in _NAMES.items()} | {"structured_outputs": "structural_tag"}
 
 
 async def generations_of(
@@ -92,6 +92,8 @@ def _as_completion(
 ) -> CompletionRequest:
     given = {_NAMES.get(name, name): value for name, value in sampling.model_dump(exclude_none=True).items()}
     given = {**_NEUTRAL, **preferred, **given, "prompt": prompt}
+    if (tag := given.pop("structural_tag", None)) is not None:
+        given["structured_outputs"] = {"structural_tag": tag}
     if body.return_logprob:
         given["logprobs"] = body.top_logprobs_num or 0
         if body.logprob_start_len is not None and body.logprob_start_len >= 0:

@@ -39,6 +39,7 @@ class GenerateSampling(Body):
     json_schema: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
     regex: Regex | None = None
     ebnf: Grammar | None = None
+    structural_tag: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
 
 
 class GenerateRequest(Body):
