@@ -221,6 +221,10 @@ def test_messages_as_clients_send_them_back(server: ServerProcess) -> None:
     hinted = {"messages": [{"role": "user", "content": parts, **hint}], "tools": [{**WEATHER, **hint}]}
     answer = server.post("/v1/chat/completions", {**CHAT, **hinted, "tool_choice": "none"})
     assert answer.json()["choices"][0]["message"]["content"] == "Hello wérld", answer.text
+    message = answer.json()["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"]) == (None, None), "vLLM's examples read them"
+    sent_back = {"messages": [*CHAT["messages"], message, *CHAT["messages"]]}
+    assert server.post("/v1/chat/completions", {**CHAT, **sent_back}).status_code == 200
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     answer = server.post("/v1/chat/completions", {**CHAT, "messages": picture})
     assert "image_url" in answer.json()["error"]["message"]
@@ -319,7 +323,9 @@ def test_embeddings_of_fewer_dimensions(server: ServerProcess) -> None:
 def test_as_many_inputs_as_with_openai(server: ServerProcess) -> None:
     """langchain sends 1000 at once."""
     texts = ["ab", "b"] * 150
-    data = server.post("/v1/embeddings", {"input": texts, "add_special_tokens": True}).json()["data"]
+    defaults = {"embed_dtype": "float32", "endianness": "native", "normalize": True}  # vLLM's
+    body = {"input": texts, "add_special_tokens": True, **defaults}
+    data = server.post("/v1/embeddings", body).json()["data"]
     assert [item["index"] for item in data] == list(range(300))
     assert [item["embedding"] for item in data[:2]] * 150 == [item["embedding"] for item in data]
     ranked = server.post("/rerank", {"query": "b", "documents": texts, "top_n": 2}).json()["results"]

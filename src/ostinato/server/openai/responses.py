@@ -149,6 +149,9 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning: None = None
+    """Stays in the content; clients of vLLM and SGLang ask for it all the same, under one of its names."""
+    reasoning_content: None = None
 
 
 class ChatChoice(msgspec.Struct):
