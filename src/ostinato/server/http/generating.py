@@ -78,6 +78,7 @@ def generating_routes(service: Service) -> APIRouter:
         """Answer items with items."""
         model = service.serving(body.model)
         check_generates(model)
+        _check_stream_options(body)
         try:
             chat = as_chat(body)
             use = tool_use(chat)
