@@ -127,6 +127,18 @@ def test_a_client_that_leaves_is_logged_with_the_id_it_got(server: ServerProcess
     assert "began" not in log, "lines about every request are for those who ask for them"
 
 
+def test_no_line_shows_what_was_said(server: ServerProcess) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"pin": 4711'}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    refused = server.post("/v1/chat/completions", {"messages": messages})
+    assert "not JSON: Expecting ',' delimiter at character 12" in refused.json()["error"]["message"]
+    end = time.monotonic() + 10
+    while f"{refused.headers['x-request-id']} refused" not in server.log and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "Expecting ',' delimiter" in server.log
+    assert "4711" not in server.log
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
