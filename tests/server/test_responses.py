@@ -200,6 +200,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"best_of": 2}, "best_of"),
         ({"return_token_ids": True}, "return_token_ids"),
         ({"top_logprobs": 1, "include": []}, "top_logprobs"),
         ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "stream_options"),

@@ -39,7 +39,7 @@ def renamed(error: ApiError) -> ApiError:
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that a request is."""
     _check(body)
-    shared = set(Sampling.model_fields) - {"best_of", "n"}
+    shared = set(Sampling.model_fields) - {"n"}
     given = body.model_dump(include=shared, exclude_none=True, by_alias=True)
     given["messages"] = _messages(body)
     given["max_completion_tokens"] = body.max_output_tokens
