@@ -7,13 +7,15 @@ from typing import Any
 import jsonschema
 import pytest
 import xgrammar
+from xgrammar import structural_tag
 from xgrammar.testing import _is_grammar_accept_string
 
 from ostinato.grammars.library import plain_words
-from ostinato.grammars.specification import check
+from ostinato.grammars.specification import _TAG_FIELDS, check
 from ostinato.text.errors import GrammarError
 from ostinato.text.schema_keywords import FORMATS, first_unheld, held_part
 
+PARTS = [each for each in vars(structural_tag).values() if "type" in getattr(each, "model_fields", {})]
 DEEP: Any = {"type": "object"}
 for _ in range(300):
     DEEP = {"type": "object", "properties": {"x": DEEP}}
@@ -42,6 +44,29 @@ def test_schemas_that_are_refused(schema: Any, reason: str) -> None:
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     with pytest.raises(GrammarError, match=reason):
         check("structural_tag", json.dumps(tag))
+
+
+def test_parts_of_a_structural_tag_have_no_other_fields() -> None:
+    """The library reads over them."""
+    part = {"type": "const_string", "value": "x"}
+    for form, unknown in (
+        ({**part, "valu": "y"}, "valu"),
+        (
+            {"type": "or", "elements": [part, {"type": "sequence", "elements": [], "at_least_one": True}]},
+            "at_",
+        ),
+        ({"type": "triggered_tags", "triggers": ["<"], "tags": [], "at_least_onc": True}, "at_least_onc"),
+    ):
+        with pytest.raises(GrammarError, match=f"has no '{unknown}"):
+            check("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    for kind, fields in _TAG_FIELDS.items():
+        [model] = [each for each in PARTS if each.model_fields["type"].default == kind]
+        assert {"type", *fields.split()} == set(model.model_fields)
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"type": "object", "properties": {"or": {"type": "null"}}},
+    }
+    check("structural_tag", json.dumps({"type": "structural_tag", "format": schema}))
 
 
 @pytest.mark.parametrize(

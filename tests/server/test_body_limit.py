@@ -8,7 +8,9 @@ from ostinato.server.http.body_limit import BodyLimit
 SCOPE: dict[str, Any] = {"type": "http", "headers": [(b"content-type", b"application/json; charset=utf-8")]}
 
 
-def answer_of(receive: Any, max_bytes: int = 100, seconds: float = 0.1) -> list[dict]:
+def answer_of(
+    receive: Any, max_bytes: int = 100, seconds: float = 0.1, scope: dict[str, Any] = SCOPE
+) -> list[dict]:
     sent: list[dict] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -18,7 +20,7 @@ def answer_of(receive: Any, max_bytes: int = 100, seconds: float = 0.1) -> list[
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(BodyLimit(app, max_bytes, seconds)(SCOPE, receive, send))
+    asyncio.run(BodyLimit(app, max_bytes, seconds)(scope, receive, send))
     return sent
 
 
@@ -34,6 +36,14 @@ def pieces(*bodies: bytes) -> Any:
 
 def test_a_body_arrives_in_one_piece() -> None:
     assert answer_of(pieces(b"one ", b"two")) == [{"type": "served", "body": b"one two", "more": False}]
+
+
+def test_a_compressed_body_is_told_so() -> None:
+    for coding, status in ((b"gzip", 415), (b"identity", None)):
+        headers = [*SCOPE["headers"], (b"content-encoding", coding)]
+        start, *rest = answer_of(pieces(b"{}"), scope={**SCOPE, "headers": headers})
+        assert start.get("status") == status
+        assert not rest or b"Content-Encoding gzip" in rest[0]["body"]
 
 
 def test_a_body_that_trickles_is_not_waited_for() -> None:

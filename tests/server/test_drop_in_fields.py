@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from ostinato.server.openai.conversation import AssistantMessage
+from ostinato.server.openai.served_model import _as_template_message
+
 from .server_process import ServerProcess
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "Say hello"}], "temperature": 0}
@@ -24,6 +27,12 @@ WEATHER = {
     },
 }
 
+
+def chunks_of(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    text = server.post(path, {**body, "stream": True}).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
 HARMLESS = [
     {"store": True},
     {"store": False, "metadata": {"a": "b"}},
@@ -40,6 +49,11 @@ HARMLESS = [
     {"bad_words": ["zz", "never"], "cache_salt": "mine"},
     {"priority": 0},
     {"stream_options": None},
+    {"session_id": "mine", "function_call": "none", "truncation_side": "left"},
+    {"include_reasoning": True, "separate_reasoning": False, "stream_reasoning": True},
+    {"return_prompt_text": False, "return_token_offsets": False, "routed_experts_prompt_start": 0},
+    {"add_special_tokens": False},
+    {"structured_outputs": None, "data_parallel_rank": 0, "no_stop_trim": False},
 ]
 
 
@@ -75,6 +89,10 @@ def test_harmless_fields_change_nothing(server: ServerProcess, extras: dict) -> 
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "one of"),
         ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
         ({"request_id": "no blanks allowed"}, "request_id"),
+        ({"separate_reasoning": True}, "between its tags"),
+        ({"include_reasoning": False}, "between its tags"),
+        ({"truncation_side": "right"}, "last tokens"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
@@ -93,7 +111,7 @@ def test_shapes_under_the_names_of_the_peers(server: ServerProcess) -> None:
         ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
         ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
         ({"guided_choice": ["red", 'a "b"\n']}, '(red|a "b"\n)'),
-        ({"structured_outputs": {"choice": ["red", "blue"]}}, "(red|blue)"),
+        ({"structured_outputs": {"choice": ["red", "blue"], "disable_fallback": False}}, "(red|blue)"),
         ({"structured_outputs": {"regex": "[xy]z"}}, "[xy]z"),
         ({"guided_grammar": 'root ::= "<" [a-c] ">"'}, "<[a-c]>"),
         ({"ebnf": 'root ::= "<" [a-c] ">"'}, "<[a-c]>"),
@@ -152,6 +170,11 @@ def test_token_ids_of_answers_and_prompts(server: ServerProcess) -> None:
     ids = chat["choices"][0]["token_ids"]
     assert server.post("/detokenize", {"tokens": ids[:-1]}).json()["prompt"] == "Hello wérld"
     assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    first, *others = chunks_of(server, "/v1/chat/completions", {**CHAT, "return_token_ids": True, "n": 2})
+    assert first["prompt_token_ids"] == chat["prompt_token_ids"], "of the chunk, as vLLM has it"
+    assert not any("prompt_token_ids" in chunk for chunk in others)
+    choices = [choice for chunk in others for choice in chunk["choices"] if choice["index"] == 1]
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == ids
 
 
 def test_ids_that_the_client_chooses(server: ServerProcess) -> None:
@@ -163,9 +186,8 @@ def test_ids_that_the_client_chooses(server: ServerProcess) -> None:
 
 
 def test_usage_in_every_chunk(server: ServerProcess) -> None:
-    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    text = server.post("/v1/completions", {**TEXT, **options}).text
-    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = chunks_of(server, "/v1/completions", {**TEXT, **options})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 5
@@ -184,6 +206,7 @@ def test_messages_as_clients_send_them_back(server: ServerProcess) -> None:
             "audio": None,
             "function_call": None,
             "reasoning_content": "hm",
+            "reasoning": "hm",
             "provider_specific_fields": {"refusal": None},
             "tool_calls": [call],
         },
@@ -191,6 +214,17 @@ def test_messages_as_clients_send_them_back(server: ServerProcess) -> None:
     ]
     answer = server.post("/v1/chat/completions", {**CHAT, "messages": messages, "tool_choice": "none"})
     assert answer.status_code == 200, answer.text
+    thought = AssistantMessage(role="assistant", content="a", reasoning="hm", cache_control={})
+    assert _as_template_message(thought) == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    hint = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "Say hello", **hint}]
+    hinted = {"messages": [{"role": "user", "content": parts, **hint}], "tools": [{**WEATHER, **hint}]}
+    answer = server.post("/v1/chat/completions", {**CHAT, **hinted, "tool_choice": "none"})
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello wérld", answer.text
+    message = answer.json()["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"]) == (None, None), "vLLM's examples read them"
+    sent_back = {"messages": [*CHAT["messages"], message, *CHAT["messages"]]}
+    assert server.post("/v1/chat/completions", {**CHAT, **sent_back}).status_code == 200
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     answer = server.post("/v1/chat/completions", {**CHAT, "messages": picture})
     assert "image_url" in answer.json()["error"]["message"]
@@ -284,6 +318,20 @@ def test_embeddings_of_fewer_dimensions(server: ServerProcess) -> None:
     )
     given = server.post("/v1/embeddings", {**body, "dimensions": 98, "encoding_format": "base64"}).json()
     assert isinstance(given["data"][0]["embedding"], str)
+
+
+def test_as_many_inputs_as_with_openai(server: ServerProcess) -> None:
+    """langchain sends 1000 at once."""
+    texts = ["ab", "b"] * 150
+    defaults = {"embed_dtype": "float32", "endianness": "native", "normalize": True}  # vLLM's
+    body = {"input": texts, "add_special_tokens": True, **defaults}
+    data = server.post("/v1/embeddings", body).json()["data"]
+    assert [item["index"] for item in data] == list(range(300))
+    assert [item["embedding"] for item in data[:2]] * 150 == [item["embedding"] for item in data]
+    ranked = server.post("/rerank", {"query": "b", "documents": texts, "top_n": 2}).json()["results"]
+    assert [each["index"] for each in ranked] == [0, 1]
+    refused = server.post("/v1/embeddings", {"input": ["a"] * 2049})
+    assert "at most 2048 items" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

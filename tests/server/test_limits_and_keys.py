@@ -97,6 +97,20 @@ def test_templates_of_clients_that_are_trusted(guarded: ServerProcess, server: S
     assert "--trust-request-chat-template" in untrusted.json()["error"]["message"]
 
 
+def test_origins_that_no_browser_sends_are_refused() -> None:
+    """vLLM's way to write them was one origin with brackets, and nobody's."""
+    for given, read in (
+        (['["*"]'], ("*",)),
+        (['["http://a.example", "https://B.example:8"]'], ("http://a.example", "https://b.example:8")),
+        (["http://a.example,http://[::1]:3000", "null"], ("http://a.example", "http://[::1]:3000", "null")),
+        ("*", ("*",)),
+    ):
+        assert ServerConfig(allowed_origins=given).allowed_origins == read
+    for wrong in ("page.example", "http://page.example/", '["http://a.example"', "['*']"):
+        with pytest.raises(ConfigError, match="allowed_origins"):
+            ServerConfig(allowed_origins=[wrong])
+
+
 def test_web_pages_of_allowed_origins_may_ask(guarded: ServerProcess, server: ServerProcess) -> None:
     wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     for origin, allowed in (("http://page.example", True), ("http://other.example", False)):

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
+
+from ostinato.cli.main import app
+from ostinato.server import serving
+from ostinato.server.config import ServerConfig
 
 from .server_process import ServerProcess
 
@@ -91,6 +96,22 @@ def test_a_command_line_of_a_peer_starts_a_server(
         assert "--enable-torch-compile has no effect: " in log
 
 
+def test_the_key_of_vllms_environment_protects_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ServerConfig] = []
+    monkeypatch.setattr(serving, "serve", lambda _, config: started.append(config) or 0)
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    for own, line, keys in (
+        (None, [], ("theirs",)),
+        ("ours", [], ("ours",)),
+        (None, ["--api-key", "given"], ("given",)),
+    ):
+        if own is not None:
+            monkeypatch.setenv("OSTINATO_API_KEY", own)
+        assert CliRunner().invoke(app, ["serve", *line]).exit_code == 0
+        assert started[-1].api_key == keys
+        monkeypatch.delenv("OSTINATO_API_KEY", raising=False)
+
+
 def test_a_client_that_leaves_is_logged_with_the_id_it_got(server: ServerProcess) -> None:
     body = {"prompt": "a", "stream": True, "max_tokens": 250, "n": 8, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
@@ -104,6 +125,18 @@ def test_a_client_that_leaves_is_logged_with_the_id_it_got(server: ServerProcess
         re.search(rf"{id} (aborted: the client has gone; 1 tokens in, \d+ out|ended)", log) or id not in log
     )
     assert "began" not in log, "lines about every request are for those who ask for them"
+
+
+def test_no_line_shows_what_was_said(server: ServerProcess) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"pin": 4711'}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    refused = server.post("/v1/chat/completions", {"messages": messages})
+    assert "not JSON: Expecting ',' delimiter at character 12" in refused.json()["error"]["message"]
+    end = time.monotonic() + 10
+    while f"{refused.headers['x-request-id']} refused" not in server.log and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "Expecting ',' delimiter" in server.log
+    assert "4711" not in server.log
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ def events(text: str) -> list[dict]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}
+
+
 def test_generate(server: ServerProcess) -> None:
     answer = server.post("/generate", {"text": "xa", "sampling_params": GREEDY}).json()
     assert answer["text"] == "bcdef"
@@ -94,6 +97,7 @@ def test_generate_in_a_shape(server: ServerProcess) -> None:
         ({"regex": "[0]{3}"}, "000"),
         ({"ebnf": 'root ::= "<x>"'}, "<x>"),
         ({"json_schema": '{"enum": ["yes"]}'}, '"yes"'),
+        ({"structural_tag": json.dumps(TAG)}, "yes"),
     ):
         params = {"max_new_tokens": 9, **shape}
         assert server.post("/generate", {"text": "a", "sampling_params": params}).json()["text"] == text
@@ -107,10 +111,12 @@ def test_generate_in_a_shape(server: ServerProcess) -> None:
         ({"text": "a", "sampling_params": {"temprature": 1}}, "sampling_params.temprature"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 9999}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema"),
+        ({"text": "a", "sampling_params": {"structural_tag": "{"}}, "sampling_params.structural_tag"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": "x" * 300}, "text"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
+        ({"text": "abc", "return_logprob": True, "logprob_start_len": 4}, "logprob_start_len"),
         ({"text": "a", "image_data": "x"}, "image_data"),
     ],
 )

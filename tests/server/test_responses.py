@@ -176,7 +176,12 @@ def test_parse(client: openai.OpenAI) -> None:
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
-    response = respond(client, include=["message.output_text.logprobs"], top_logprobs=2)
+    include = ["message.output_text.logprobs"]
+    ids = {"return_tokens_as_token_ids": True, "logprob_token_ids": [97, 98]}
+    [first, *_] = respond(client, include=include, extra_body=ids).output[0].content[0].logprobs
+    assert first.token == "token_id:256"
+    assert {each.token for each in first.top_logprobs} == {"token_id:97", "token_id:98", first.token}
+    response = respond(client, include=include, top_logprobs=2)
     first = response.output[0].content[0].logprobs[0]
     assert first.token == "Hello"
     assert len(first.top_logprobs) == 2
@@ -194,6 +199,12 @@ def test_logprobs(client: openai.OpenAI) -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "x"}}, "prompt"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"top_logprobs": 1, "include": []}, "top_logprobs"),
+        ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "stream_options"),
+        ({"response_format": {"type": "text"}, "text": {"format": {"type": "text"}}}, "text"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),

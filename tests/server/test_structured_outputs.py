@@ -81,6 +81,29 @@ def test_json_object(client: openai.OpenAI) -> None:
     assert json.loads(answer.choices[0].message.content) == {}
 
 
+def test_structural_tags(client: openai.OpenAI) -> None:
+    """As vLLM's and SGLang's clients send them, in both forms."""
+    text = {"type": "structural_tag", "format": {"type": "const_string", "value": "hié"}}
+    assert chat(client, response_format=text).choices[0].message.content == "hié"
+    part = {"begin": "Hello", "schema": {"enum": ["x"]}, "end": "!"}
+    older = {"type": "structural_tag", "structures": [part], "triggers": ["Hello"]}
+    for options in (
+        {"response_format": older},
+        {"extra_body": {"structured_outputs": {"structural_tag": json.dumps(older)}}},
+    ):
+        answer = chat(client, temperature=0, max_tokens=10, **options).choices[0].message.content
+        assert answer.startswith('Hello"x"!'), "the model wants to say Hello, and then something else"
+    for wrong, said in (
+        ({"type": "structural_tag"}, "has format, or"),
+        ({**older, **text}, "has format, or"),
+        ({**text, "format": {"type": "const_string", "value": "x", "valu": "y"}}, "has no 'valu'"),
+        ({**text, "format": {"type": "json_schema", "json_schema": {"not": {}}}}, "not cannot be held to"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            chat(client, response_format=wrong)
+        assert refused.value.param == "response_format"
+
+
 def test_regex_and_grammar(client: openai.OpenAI) -> None:
     form = {"type": "regex", "regex": "[0-9]{3}-(on|off)"}
     assert re.fullmatch("[0-9]{3}-(on|off)", chat(client, response_format=form).choices[0].message.content)

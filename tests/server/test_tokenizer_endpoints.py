@@ -26,6 +26,28 @@ def test_tokenize_a_conversation(server: ServerProcess) -> None:
     assert plain["tokens"] == ids[:-1]
 
 
+def test_tokenize_with_the_fields_of_a_chat(server: ServerProcess) -> None:
+    """So that clients can count what a request with the same fields will take."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+    body = {"messages": messages, "continue_final_message": True, "chat_template_kwargs": {"x": 1}}
+    ids = server.post("/tokenize", {**body, "add_special_tokens": False}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == "user: hi\nassistant: so"
+    for extras in (
+        {"chat_template": "x"},
+        {"add_special_tokens": True},
+        {"chat_template_kwargs": {"tools": 1}},
+    ):
+        [name] = extras
+        assert server.post("/tokenize", {"messages": messages, **extras}).json()["error"]["param"] == name
+    unused = server.post("/tokenize", {"prompt": "x", "continue_final_message": True})
+    assert unused.json()["error"]["param"] == "continue_final_message"
+
+
+def test_tokens_as_the_vocabulary_has_them(server: ServerProcess) -> None:
+    found = server.post("/tokenize", {"prompt": "é <|assistant|>", "return_token_strs": True}).json()
+    assert found["token_strs"] == ["Ã", "©", "Ġ", "<|assistant|>"]
+
+
 def test_tokenize_needs_one_of_both(server: ServerProcess) -> None:
     for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "y"}]}):
         assert server.post("/tokenize", body).status_code == 400

@@ -87,6 +87,8 @@ class Slime:
 
     def generate(self, prompt: int = ord("a"), count: int = COUNT) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": count, "skip_special_tokens": False}
+        sampling |= {"top_p": 1.0, "top_k": -1, "stop": None, "stop_token_ids": None}
+        sampling |= {"no_stop_trim": True, "spaces_between_special_tokens": False}
         payload = {"input_ids": [prompt], "sampling_params": sampling, "return_logprob": True}
         found: dict[str, Any] = self.make_request("generate", payload)
         return found

@@ -70,6 +70,14 @@ def test_salts_divide_the_prefix_cache(server: ServerProcess) -> None:
     assert cached == [0, 0, 48, 0]
 
 
+def test_tokens_of_one_text_are_not_mistaken_for_each_other(server: ServerProcess) -> None:
+    """Parts of characters have the same text: the likeliest one stood for the one that came."""
+    body = {"prompt": [199], "allowed_token_ids": [210], "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    found = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    assert found["token_logprobs"][0] < -10
+    assert found["top_logprobs"] == [{"\ufffd": found["token_logprobs"][0]}]
+
+
 def test_logprobs_of_named_tokens(server: ServerProcess) -> None:
     named = [ord("b"), ord("x"), ord("y")]
     extras = {"logprobs": 1, "logprob_token_ids": named, "max_tokens": 1}

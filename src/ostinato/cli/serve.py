@@ -19,9 +19,9 @@ SERVER = flags_of("server/config.py", "ServerConfig")
 def serve(model_name: ModelArgument = None, *, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
     """Serve a model over the OpenAI API, with a live page at /.
 
-    Keys can also be set in the environment, as OSTINATO_API_KEY and OSTINATO_ADMIN_KEY, so that lists of
-    processes do not show them. Flags of `vllm serve` and of SGLang's launch_server work too: see
-    docs/flags.md. Without an admin key, VLLM_SERVER_DEV_MODE=1 means --open-admin.
+    Keys can also be set in the environment, as OSTINATO_API_KEY (or VLLM_API_KEY) and OSTINATO_ADMIN_KEY, so
+    that lists of processes do not show them. Flags of `vllm serve` and of SGLang's launch_server work too:
+    see docs/flags.md. Without an admin key, VLLM_SERVER_DEV_MODE=1 means --open-admin.
     """
     from ostinato.graphs.errors import ConfigError
 
@@ -33,6 +33,8 @@ def serve(model_name: ModelArgument = None, *, engine: Mapping[str, Any], server
             f"{error.name} is not installed: run pip install -e '.[server]' in Ostinato's folder"
         ) from error
     keys = {name: os.environ.get(f"OSTINATO_{name.upper()}") for name in ("api_key", "admin_key")}
+    # A server that was protected behind vLLM's name must not be open here.
+    keys["api_key"] = keys["api_key"] or os.environ.get("VLLM_API_KEY")
     given: dict[str, Any] = {**{name: key for name, key in keys.items() if key}, **server}
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1" and not given.get("admin_key"):
         given.setdefault("open_admin", True)

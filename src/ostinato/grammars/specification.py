@@ -22,6 +22,31 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 """What stands below these is no schema, unless they are names of properties."""
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Below these stand names, and schemas below those."""
+_TAG_FIELDS = {
+    "any_text": "excludes max_tokens max_chars",
+    "any_tokens": "exclude_tokens max_tokens",
+    "const_string": "value",
+    "dispatch": "rules loop excludes",
+    "exclude_token": "exclude_tokens",
+    "grammar": "grammar",
+    "json_schema": "json_schema style any_order max_whitespace_cnt excludes",
+    "optional": "content",
+    "or": "elements",
+    "plus": "content",
+    "qwen_xml_parameter": "json_schema",
+    "regex": "pattern",
+    "repeat": "min max content",
+    "sequence": "elements",
+    "star": "content",
+    "structural_tag": "format",
+    "tag": "begin content end",
+    "tags_with_separator": "tags separator at_least_one stop_after_first",
+    "token": "token",
+    "token_dispatch": "rules loop exclude_tokens",
+    "token_triggered_tags": "trigger_tokens tags exclude_tokens at_least_one stop_after_first",
+    "triggered_tags": "triggers tags at_least_one stop_after_first excludes",
+}
+"""What the parts of a structural tag may have beside their type; the library reads over everything else."""
 _ESCAPES = frozenset("dDwWsSbBnrtfvaexucpPk")
 """Letters that the library knows behind a backslash; some of them it refuses by name."""
 _COUNT = re.compile(r"\{\s*(\d+)?\s*(,)?\s*(\d+)?\s*\}")
@@ -55,6 +80,10 @@ def _parsed(text: str) -> Any:
 def _check_structural_tag(tag: Any) -> None:
     """The schemas, expressions and grammars inside are what their own fields would be."""
     for inner in _walk(tag, data=frozenset(("json_schema", "schema"))):
+        kind = inner.get("type")
+        known = _TAG_FIELDS.get(kind) if isinstance(kind, str) else None
+        if known is not None and (unknown := sorted(inner.keys() - {"type", *known.split()})):
+            raise GrammarError(f"a part of type {kind!r} has no {unknown[0][:100]!r}")
         for name in ("json_schema", "schema"):
             if isinstance(inner.get(name), dict | bool):
                 _check_schema(inner[name])

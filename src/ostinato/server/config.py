@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,8 @@ TOOL_CALL_PARSERS = {
     "llama4_json": "llama",
 }
 """Names of tool call formats, including those of vLLM and SGLang, and the format that each one selects."""
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s\"\[\]]+|[a-z][a-z0-9+.-]*://\[[0-9a-f:.]+\](:\d+)?")
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,13 @@ class ServerConfig:
     """What an answer reports about its drafts in `metrics.speculative_decoding`: none, summary, or detailed
     (step by step). As in vLLM, not available with n above 1."""
     allowed_origins: Sequence[str] = ()
-    """Origins whose web pages may use the API from a browser (CORS); * allows all."""
+    """Origins whose web pages may use the API from a browser (CORS), such as https://page.example:8080;
+    * allows all. A JSON list, as vLLM has it, works too."""
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "allowed_origins"):
+        for name, read in (("api_key", tuple), ("allowed_origins", _origins)):
             given = getattr(self, name)
-            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+            object.__setattr__(self, name, read((given,) if isinstance(given, str) else given))
         keys = self.api_key
         if any(not key for key in keys) or self.admin_key == "":
             raise ConfigError("an API key must not be empty")
@@ -125,3 +130,21 @@ class ServerConfig:
     def max_body_bytes(self) -> int:
         """Largest request body."""
         return int(self.max_body_mb * 2**20)
+
+
+def _origins(given: Sequence[str]) -> tuple[str, ...]:
+    """Each as a browser writes it: one that is written differently would allow nobody, without a word."""
+    found: list[str] = []
+    for text in given:
+        try:
+            listed = json.loads(text) if text.startswith("[") else text.split(",")
+        except ValueError:
+            listed = [text]
+        found += [str(origin).strip().lower() for origin in listed]
+    for origin in found:
+        if not _ORIGIN.fullmatch(origin):
+            message = (
+                f"allowed_origins: {origin!r} is no origin: write scheme://host or scheme://host:port, or *"
+            )
+            raise ConfigError(message)
+    return tuple(found)

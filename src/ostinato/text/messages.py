@@ -42,5 +42,9 @@ def _read(arguments: Any) -> Any:
         return {}
     try:
         return json.loads(arguments)
+    except json.JSONDecodeError as error:
+        # Where, and not what: this is logged, and what was said is nobody's business.
+        where = f"{error.msg} at character {error.pos}"
+        raise TokenizerError(f"the arguments of a tool call are not JSON: {where}") from None
     except (ValueError, RecursionError):
-        raise TokenizerError(f"the arguments of a tool call are not JSON: {arguments[:100]!r}") from None
+        raise TokenizerError("the arguments of a tool call are not JSON that can be read") from None

@@ -81,7 +81,12 @@ class BodyLimit:
 
 def _check_kind(scope: Scope) -> None:
     """JSON by name: a web page can make a browser send other kinds to anybody, without asking them."""
-    declared = dict(scope["headers"]).get(b"content-type", b"").split(b";")[0].strip().lower()
+    headers = dict(scope["headers"])
+    coding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if coding not in (b"", b"identity"):
+        message = f"the body must be sent as it is, without Content-Encoding {coding.decode('latin-1')}"
+        raise ApiError(415, message, code="unsupported_media_type")
+    declared = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if declared != b"application/json":
         said = declared.decode("latin-1") or "nothing"
         message = f"the body must be JSON, with Content-Type application/json, not {said}"

@@ -36,6 +36,7 @@ from ..openai.responses_api.writer import ResponseWriter
 from ..openai.sampling import check_known
 from ..openai.scoring import RerankBody, RerankRequest, ScoreBody, ScoreRequest, pairs_of, rerank, score
 from ..openai.served_model import ServedModel
+from ..openai.tokenizing import token_ids_of
 from ..openai.tool_use import tool_use
 from ..service import Service
 from ..text_work.lanes import INLINE
@@ -77,6 +78,7 @@ def generating_routes(service: Service) -> APIRouter:
         """Answer items with items."""
         model = service.serving(body.model)
         check_generates(model)
+        _check_stream_options(body)
         try:
             chat = as_chat(body)
             use = tool_use(chat)
@@ -144,21 +146,12 @@ def generating_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt or of a conversation."""
         model = service.serving(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give prompt or messages, one of them", param="prompt")
-        if body.messages is not None:
-            work = model.encode_chat(
-                body.messages,
-                body.tools or (),
-                add_generation_prompt=body.add_generation_prompt,
-                is_prompt=False,
-            )
-        else:
-            prompt = body.prompt or ""
-            special = body.add_special_tokens
-            work = model.encode(prompt, "prompt", add_special_tokens=special, is_prompt=False)
-        ids = await prepared(request, work, service.config.request_timeout)
-        return json_response(TokenizeBody(len(ids), model.ready.max_model_len, ids))
+        ids = await prepared(request, token_ids_of(body, model), service.config.request_timeout)
+        found = TokenizeBody(len(ids), model.ready.max_model_len, ids)
+        if body.return_token_strs:
+            known = model.need_tokenizer("return_token_strs").backend.id_to_token
+            found = structs.replace(found, token_strs=[known(token) for token in ids])
+        return json_response(found)
 
     @routes.post("/detokenize", responses=answers(DetokenizeBody))
     async def detokenize(body: DetokenizeRequest) -> Response:

@@ -148,6 +148,7 @@ class ChatWriter(ChunkEvents):
         self._generation = generation
         self._model = model
         self._usage_told = False
+        self._prompt_told = not body.return_token_ids
         self._answers = [
             Answer(completion, call_parser(use, model.tool_call_kind))
             for completion in generation.completions
@@ -216,8 +217,6 @@ class ChatWriter(ChunkEvents):
         if not answer.has_begun and completion.num_received:
             answer.has_begun = True
             choices.append(ChatChunkChoice(completion.index, ChatDelta(role="assistant", content="")))
-            if self._body.return_token_ids:
-                choices[-1].prompt_token_ids = completion.prompt_ids
         if parsed.content or piece.logprobs:
             delta = ChatDelta(content=parsed.content)
             choices.append(ChatChunkChoice(completion.index, delta, self._logprobs(piece)))
@@ -252,4 +251,7 @@ class ChatWriter(ChunkEvents):
         chunk = ChatChunk(generation.id, generation.created, self._model.name, choices, usage, metrics)
         if choices and choices[0].finish_reason is not None:
             chunk.metadata = Metadata(generation.completions[choices[0].index].weight_version)
+        if not self._prompt_told:
+            self._prompt_told = True
+            chunk.prompt_token_ids = generation.completions[0].prompt_ids
         return msgspec.json.encode(chunk)

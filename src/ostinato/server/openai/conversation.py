@@ -9,7 +9,14 @@ from pydantic import Field, model_validator
 from .body import Body, Text
 
 
-class TextPart(Body):
+class Hinted(Body):
+    """What clients that were written for Anthropic's API mark as the end of a beginning to be cached."""
+
+    cache_control: dict[str, Any] | None = None
+    """Changes nothing: all beginnings are cached."""
+
+
+class TextPart(Hinted):
     """A piece of a message. Only text is supported."""
 
     type: Literal["text"]
@@ -26,7 +33,7 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
-class SystemMessage(Body):
+class SystemMessage(Hinted):
     """What the model is told first."""
 
     role: Literal["system"]
@@ -34,7 +41,7 @@ class SystemMessage(Body):
     name: str | None = None
 
 
-class DeveloperMessage(Body):
+class DeveloperMessage(Hinted):
     """The newer name of a system message."""
 
     role: Literal["developer"]
@@ -42,7 +49,7 @@ class DeveloperMessage(Body):
     name: str | None = None
 
 
-class UserMessage(Body):
+class UserMessage(Hinted):
     """What the user says."""
 
     role: Literal["user"]
@@ -67,7 +74,7 @@ class MadeToolCall(Body):
     """Its place in a stream, which clients send back."""
 
 
-class AssistantMessage(Body):
+class AssistantMessage(Hinted):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
@@ -76,12 +83,14 @@ class AssistantMessage(Body):
     refusal: None = None
     reasoning_content: str | None = None
     """What it thought; for chat templates that write it."""
+    reasoning: str | None = None
+    """vLLM's newer name of it."""
     provider_specific_fields: dict[str, Any] | None = None
     """litellm's notes to itself, which it sends back."""
     tool_calls: Annotated[list[MadeToolCall], Field(fail_fast=True)] | None = None
 
 
-class ToolMessage(Body):
+class ToolMessage(Hinted):
     """What a tool answered."""
 
     role: Literal["tool"]
@@ -108,7 +117,7 @@ class FunctionDefinition(Body):
     """Hold the arguments to the schema, whenever the model decides to call."""
 
 
-class Tool(Body):
+class Tool(Hinted):
     """Something the model may call."""
 
     type: Literal["function"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from ..engine_client.client import EngineClient, EngineGone
@@ -52,14 +53,16 @@ async def embedding_prompts(body: EmbeddingRequest, model: ServedModel) -> list[
     listed: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts = []
     is_whole = body.truncate_prompt_tokens is None
+    special = body.add_special_tokens is not False
     for entry in listed:
         ids = (
-            await model.encode(entry, "input", is_prompt=is_whole, answer=0)
+            await model.encode(entry, "input", add_special_tokens=special, is_prompt=is_whole, answer=0)
             if isinstance(entry, str)
             else entry
         )
         ids = model.cut(ids, body.truncate_prompt_tokens, 0)
         prompts.append(model.checked_prompt(ids, "input", 0))
+        await asyncio.sleep(0)  # there may be thousands
     return prompts
 
 
@@ -74,11 +77,12 @@ async def embed(
     vectors = await vectors_of(prompts, body.pooling or model.ready.pooling, engine, model)
     tokens = sum(map(len, prompts))
     written = _as_base64 if body.encoding_format == "base64" else _as_numbers
-    data = [
-        EmbeddingItem(index, written(_shortened(vector, body.dimensions)))
-        for index, vector in enumerate(vectors)
-    ]
-    return EmbeddingBody(model.name, data, EmbeddingUsage(tokens, tokens))
+    data = []
+    for index, vector in enumerate(vectors):
+        item = EmbeddingItem(index, written(_shortened(vector, body.dimensions)))
+        data.append(msgspec.Raw(msgspec.json.encode(item)))
+        await asyncio.sleep(0)  # millions of numbers take seconds to write, and others have streams to be fed
+    return EmbeddingBody(model.name, cast(list[EmbeddingItem], data), EmbeddingUsage(tokens, tokens))
 
 
 async def vectors_of(

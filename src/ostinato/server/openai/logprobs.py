@@ -119,10 +119,10 @@ class CompletionLogprobsBuilder:
         if entry is None or own is None:
             into.top_logprobs.append(None)
             return
-        top: dict[str, float] = {}
+        # As OpenAI does: the token that came is always among them, and no other stands for it that has the
+        # same text, such as a part of another character.
+        top = {name: max(own, LOWEST)}
         for which, logprob, rank in entry:
             if _is_among(rank, self._top):
                 top.setdefault(self._shown[which], max(logprob, LOWEST))
-        # As OpenAI does: the token that came is always among them.
-        top.setdefault(name, max(own, LOWEST))
         into.top_logprobs.append(top)

@@ -11,8 +11,11 @@ from .conversation import AllowedTools, Messages, Tool, ToolChoice
 from .shapes import Choices, Grammar, Regex, ResponseFormat, Schema, StructuredOutputsField
 
 MAX_N = 128
+MAX_INPUTS = 2048
+"""Texts of a request that are only read, as with OpenAI: clients divide what they have by it."""
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 Metadata = dict[str, Any]
+Template = Annotated[str, Field(min_length=1, max_length=65536)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -57,6 +60,7 @@ class Sampling(Body):
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Label | None = None
     safety_identifier: Label | None = None
+    session_id: Label | None = None
     reasoning_effort: Label | None = None
     """Chat templates that know the variable get it."""
 
@@ -135,9 +139,11 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
+    add_special_tokens: Literal[False] | None = None
+    """The chat template writes those that belong there."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as enable_thinking."""
-    chat_template: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
+    chat_template: Template | None = None
     """A template instead of the model's, where the server trusts clients with it."""
 
 
@@ -146,13 +152,15 @@ class EmbeddingRequest(Body):
 
     input: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=256)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     )
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     user: Label | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer puts its special tokens around the inputs; it does."""
     dimensions: Count | None = None
     """Give the first so many numbers of each vector, at length 1 again."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -167,10 +175,19 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer puts its special tokens around the prompt; it does. In a conversation the
+    template writes them."""
+    return_token_strs: bool | None = None
+    """Give each token as it stands in the vocabulary too."""
     messages: Messages | None = None
+    """The next ones belong to it, as in a chat."""
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Label | None = None
+    chat_template: Template | None = None
 
 
 class DetokenizeRequest(Body):

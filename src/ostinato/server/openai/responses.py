@@ -149,6 +149,9 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning: None = None
+    """Stays in the content; clients of vLLM and SGLang ask for it all the same, under one of its names."""
+    reasoning_content: None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -194,7 +197,6 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -208,6 +210,8 @@ class ChatChunk(msgspec.Struct):
     metrics: AnswerMetrics | msgspec.UnsetType = msgspec.UNSET
     metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
     """With the end of an answer."""
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """With the beginning of the first one, where vLLM's clients look for them."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -262,6 +266,8 @@ class TokenizeBody(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str | None] | msgspec.UnsetType = msgspec.UNSET
+    """As they stand in the vocabulary; where they were asked for."""
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):

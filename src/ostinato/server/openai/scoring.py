@@ -3,6 +3,7 @@ one by the cosine of their vectors."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from secrets import token_hex
 from typing import Annotated, Literal
@@ -15,10 +16,11 @@ from ..wire.messages import JUDGED
 from .body import Body, Text
 from .embeddings import vectors_of
 from .errors import ApiError
+from .requests import MAX_INPUTS
 from .responses import EmbeddingUsage
 from .served_model import ServedModel
 
-Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=256)]
+Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 class Scoring(Body):
@@ -44,7 +46,7 @@ class RerankRequest(Scoring):
     """A text, and others to put in the order of their nearness."""
 
     query: Text
-    documents: Annotated[list[Text], Field(min_length=1, max_length=256)]
+    documents: Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
     top_n: Annotated[int, Field(ge=0)] | None = None
     """How many of the nearest are wanted; 0: all."""
     return_documents: bool | None = None
@@ -161,6 +163,7 @@ async def _judged(
 
 
 async def _prompt(text: str, other: str | None, body: Scoring, model: ServedModel) -> list[int]:
+    await asyncio.sleep(0)  # there may be thousands
     is_whole = body.truncate_prompt_tokens is None
     ids = await model.encode(text, "text", is_prompt=is_whole, answer=0, other=other)
     return model.checked_prompt(model.cut(ids, body.truncate_prompt_tokens, 0), "text", 0)

@@ -26,6 +26,8 @@ from .errors import ApiError, unavailable
 from .logprobs import TokenNames, TokenTexts
 from .tool_calls.formats import chat_template_of, kind_of_model
 
+_NOTES = {"cache_control", "provider_specific_fields"}
+"""Of messages and tools: nothing for templates."""
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -196,7 +198,7 @@ class ServedModel:
             raise ApiError(400, message, param="continue_final_message")
         conversation = Conversation(
             written,
-            [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            [tool.model_dump(exclude_none=True, exclude=_NOTES) for tool in tools] if tools else None,
             add_generation_prompt is not False and not continues,
             given,
             continues,
@@ -286,7 +288,9 @@ def check_unicode(text: str, param: str) -> None:
 
 def _as_template_message(message: Message) -> dict[str, Any]:
     """A message as templates are written against: content a text, arguments an object."""
-    given = message.model_dump(exclude_none=True, exclude={"provider_specific_fields"})
+    given = message.model_dump(exclude_none=True, exclude=_NOTES)
+    if reasoning := given.pop("reasoning", None):
+        given.setdefault("reasoning_content", reasoning)
     if isinstance(message.content, list):
         given["content"] = joined_parts(part.text for part in message.content)
     if message.role == "developer":

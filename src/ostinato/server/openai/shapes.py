@@ -59,8 +59,26 @@ class GrammarFormat(Body):
     grammar: Grammar
 
 
+class TaggedPart(Body):
+    """A part of an answer, between two texts."""
+
+    begin: Text
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    end: str
+
+
+class StructuralTagFormat(Body):
+    """Free text with parts in it that are held to something: as xgrammar's `format`, or in its older form."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = None
+    structures: Annotated[list[TaggedPart], Field(max_length=128)] | None = None
+    triggers: Annotated[list[Text], Field(max_length=128)] | None = None
+    """Behind each of these one of the structures follows."""
+
+
 ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | GrammarFormat,
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | GrammarFormat | StructuralTagFormat,
     Field(discriminator="type"),
 ]
 
@@ -73,3 +91,5 @@ class StructuredOutputsField(Body):
     regex: Regex | None = None
     choice: Choices | None = None
     grammar: Grammar | None = None
+    structural_tag: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
+    """As JSON text."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import ValidationError
+
 from ostinato.text.errors import GrammarError
 from ostinato.text.schema_keywords import held_part
 from ostinato.text.structured import StructuredOutputs, choice_grammar
@@ -21,6 +23,7 @@ from .shapes import (
     RegexFormat,
     ResponseFormat,
     Schema,
+    StructuralTagFormat,
     StructuredOutputsField,
     TextFormat,
 )
@@ -110,8 +113,11 @@ def _of_structured_outputs(given: StructuredOutputsField) -> ResponseFormat:
         asked.append(_choice_format(given.choice))
     if given.grammar is not None:
         asked.append(GrammarFormat(type="grammar", grammar=given.grammar))
+    if given.structural_tag is not None:
+        asked.append(_tag_format(given.structural_tag, param))
     if len(asked) != 1:
-        message = f"{param}: give one of json, json_object, regex, choice and grammar, not {len(asked)}"
+        kinds = "json, json_object, regex, choice, grammar and structural_tag"
+        message = f"{param}: give one of {kinds}, not {len(asked)}"
         raise ApiError(400, message, param=param)
     return asked[0]
 
@@ -125,6 +131,17 @@ def _json_format(schema: Schema, param: str) -> JsonSchemaFormat:
         if not isinstance(schema, dict):
             raise ApiError(400, f"{param}: a JSON schema is an object", param=param)
     return JsonSchemaFormat(type="json_schema", json_schema=JsonSchema.model_validate({"schema": schema}))
+
+
+def _tag_format(text: str, param: str) -> StructuralTagFormat:
+    try:
+        return StructuralTagFormat.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{each}: " for each in first["loc"])
+        raise ApiError(
+            400, f"{param}: the structural tag is none: {place}{first['msg']}", param=param
+        ) from None
 
 
 def _choice_format(choices: list[str]) -> GrammarFormat:
@@ -143,6 +160,9 @@ def _outputs(asked: ResponseFormat, param: str) -> StructuredOutputs:
             case GrammarFormat():
                 check_unicode(asked.grammar, param)
                 return StructuredOutputs(grammar=asked.grammar)
+            case StructuralTagFormat():
+                form = {"type": "structural_tag", "format": _tagged(asked, param)}
+                return StructuredOutputs(structural_tag=_checked(form, param, "a structural tag"))
             case _:
                 return StructuredOutputs(json_object=True)
     except GrammarError as error:
@@ -158,8 +178,30 @@ def _as_part(asked: ResponseFormat, param: str) -> dict[str, Any]:
             return {"type": "regex", "pattern": asked.regex}
         case GrammarFormat():
             return {"type": "grammar", "grammar": asked.grammar}
+        case StructuralTagFormat():
+            return _tagged(asked, param)
         case _:
             return {"type": "json_schema", "json_schema": {"type": "object"}}
+
+
+def _tagged(asked: StructuralTagFormat, param: str) -> dict[str, Any]:
+    """The older form as the newer one."""
+    older = (asked.structures, asked.triggers)
+    if asked.format is not None and older == (None, None):
+        return asked.format
+    if asked.format is not None or None in older:
+        message = f"{param}: a structural tag has format, or structures and triggers"
+        raise ApiError(400, message, param=param)
+    tags = [
+        {
+            "type": "tag",
+            "begin": each.begin,
+            "content": {"type": "json_schema", "json_schema": each.schema_},
+            "end": each.end,
+        }
+        for each in asked.structures or ()
+    ]
+    return {"type": "triggered_tags", "triggers": asked.triggers, "tags": tags}
 
 
 # -- of tools --------------------------------------------------------------------------------------
@@ -211,21 +253,21 @@ def _structural(form: dict[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(structural_tag=text)
 
 
-def _checked(schema: dict[str, Any], param: str) -> str:
+def _checked(schema: dict[str, Any], param: str, what: str = "a JSON schema") -> str:
     """A schema as JSON."""
     if _depth(schema) > MAX_SCHEMA_DEPTH:
-        message = f"{param}: a JSON schema may be nested {MAX_SCHEMA_DEPTH} levels deep"
+        message = f"{param}: {what} may be nested {MAX_SCHEMA_DEPTH} levels deep"
         raise ApiError(400, message, param=param)
     try:
         text = json.dumps(schema)
         json.dumps(schema, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        message = f"{param}: the schema is not valid Unicode: {error.reason}"
+        message = f"{param}: it is not valid Unicode: {error.reason}"
         raise ApiError(400, message, param=param) from error
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from error
     if len(text) > MAX_SCHEMA_CHARACTERS:
-        message = f"{param}: a JSON schema may have {MAX_SCHEMA_CHARACTERS} characters"
+        message = f"{param}: {what} may have {MAX_SCHEMA_CHARACTERS} characters"
         raise ApiError(400, message, param=param)
     return text
 

@@ -39,7 +39,7 @@ _NEUTRAL = {
 }
 """What is meant where a request does not say. The model's generation_config.json does not count here, with
 SGLang as well: trainers take it that nothing is changed which they have not named."""
-_THEIRS = {ours: theirs for theirs, ours in _NAMES.items()}
+_THEIRS = {ours: theirs for theirs, ours in _NAMES.items()} | {"structured_outputs": "structural_tag"}
 
 
 async def generations_of(
@@ -60,6 +60,7 @@ async def generations_of(
     found: list[Completion] = []
     for prompt, sampling, adapter in zip(prompts, each, adapters, strict=True):
         adapted = model.with_adapter(adapter, "lora_path")
+        before = len(found)
         try:
             asked = _as_completion(prompt, sampling, body, model.ready.preferred_sampling)
             for completion in await completions_of(asked, adapted, wakes_every, on_token):
@@ -67,7 +68,15 @@ async def generations_of(
                 found.append(completion)
         except ApiError as error:
             raise _renamed(error, body) from None
+        _check_start(body, len(found[before].prompt_ids))
     return found
+
+
+def _check_start(body: GenerateRequest, length: int) -> None:
+    start = body.logprob_start_len
+    if body.return_logprob and start is not None and start > length:
+        message = f"logprob_start_len: {start} is behind the end of a prompt of {length} tokens"
+        raise ApiError(400, message, param="logprob_start_len")
 
 
 def _prompts(body: GenerateRequest) -> list[str | list[int]]:
@@ -83,6 +92,8 @@ def _as_completion(
 ) -> CompletionRequest:
     given = {_NAMES.get(name, name): value for name, value in sampling.model_dump(exclude_none=True).items()}
     given = {**_NEUTRAL, **preferred, **given, "prompt": prompt}
+    if (tag := given.pop("structural_tag", None)) is not None:
+        given["structured_outputs"] = {"structural_tag": tag}
     if body.return_logprob:
         given["logprobs"] = body.top_logprobs_num or 0
         if body.logprob_start_len is not None and body.logprob_start_len >= 0:

@@ -34,9 +34,12 @@ class GenerateSampling(Body):
     """Keep the stop string at the end of the text."""
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Changes nothing, as in OpenAI's API here."""
     json_schema: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
     regex: Regex | None = None
     ebnf: Grammar | None = None
+    structural_tag: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
 
 
 class GenerateRequest(Body):

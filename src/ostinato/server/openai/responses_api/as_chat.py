@@ -38,7 +38,8 @@ def renamed(error: ApiError) -> ApiError:
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that a request is."""
-    shared = set(Sampling.model_fields) - {"best_of", "n"}
+    _check(body)
+    shared = set(Sampling.model_fields) - {"n"}
     given = body.model_dump(include=shared, exclude_none=True, by_alias=True)
     given["messages"] = _messages(body)
     given["max_completion_tokens"] = body.max_output_tokens
@@ -57,6 +58,22 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     if body.text is not None and body.text.format is not None:
         given["response_format"] = _format(body.text.format)
     return ChatRequest.model_validate(given)
+
+
+def _check(body: ResponsesRequest) -> None:
+    """400 for what a chat knows and a response would not show."""
+    problem = None
+    for name in ("prompt_logprobs", "return_token_ids"):
+        if getattr(body, name) not in (None, False):
+            problem = name, "a response has no place for them: use /v1/chat/completions"
+    if body.top_logprobs and LOGPROBS not in (body.include or ()):
+        problem = "top_logprobs", f"they need {LOGPROBS} in include"
+    if body.response_format is not None and body.text is not None and body.text.format is not None:
+        problem = "text", "its format and response_format say the same: give one of them"
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        problem = "stream_options", "the usage of a response comes at its end"
+    if problem is not None:
+        raise ApiError(400, f"{problem[0]}: {problem[1]}", param=problem[0])
 
 
 def _tool_choice(body: ResponsesRequest) -> Any:

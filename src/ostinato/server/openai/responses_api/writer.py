@@ -81,7 +81,8 @@ class ResponseWriter:
         piece = self._answer.completion.take()
         parsed = self._answer.parsed(piece.text)
         if self._chat.logprobs and piece.logprobs:
-            texts, top = self._model.need_token_texts(), self._chat.top_logprobs or 0
+            texts = self._model.shown_tokens(self._chat.return_tokens_as_token_ids)
+            top = -1 if self._chat.logprob_token_ids else self._chat.top_logprobs or 0
             self._logprobs += chat_logprobs(texts, piece.logprobs, top).content
         found: list[Event] = []
         is_over = self._generation.is_finished
