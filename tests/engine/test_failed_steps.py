@@ -151,11 +151,11 @@ def check_mirror(rows: DeviceRows) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """Every mode, lookahead and scene. A line is tried in two of them; in the fast command one in 400 is,
-    but one in 40 of those that say what a launch is."""
+    """Every mode, lookahead and scene. A line is tried in two of them; in the fast command one in 600 is,
+    but one in 60 of those that say what a launch is."""
     fast = [("full", 1, "prompts"), ("none", 0, "preemption")]
     for turn, setup in enumerate(fast):
-        yield pytest.param(*setup, turn, 40, 400, id="-".join(map(str, setup)))
+        yield pytest.param(*setup, turn, 60, 600, id="-".join(map(str, setup)))
     setups = itertools.product(("full", "none", "full-and-piecewise"), (1, 0), SCENES)
     for turn, setup in enumerate(setups):
         name = "-".join(map(str, (*setup, "thorough")))
@@ -207,7 +207,7 @@ def landings() -> Iterator[Any]:
     """As `cases`, for what is done with the tokens of a step."""
     fast = [("full", 1, "prompts"), ("none", 0, "preemption")]
     for turn, setup in enumerate(fast):
-        yield pytest.param(*setup, turn, 48, 240, id="-".join(map(str, setup)))
+        yield pytest.param(*setup, turn, 72, 360, id="-".join(map(str, setup)))
     for turn, setup in enumerate(itertools.product(("full", "none"), (1, 0), SCENES)):
         name = "-".join(map(str, (*setup, "thorough")))
         yield pytest.param(*setup, turn % 4, 4, 4, id=name, marks=THOROUGH)

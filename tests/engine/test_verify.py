@@ -177,8 +177,9 @@ def test_a_key_that_nobody_sees_is_found_whatever_the_tolerance(
     monkeypatch.setattr(expected_results, "MOST_TOLERANCE", 0.9)
     monkeypatch.setitem(expected_results.LEAST_TOLERANCE, torch.float32, 0.9)
     with engine(tmp_path, CONFIGS["llama"]) as llm:
-        # Which key of a context is looked at depends on the seed.
-        failures = next(filter(None, (verify(llm.engine.core, seed=seed).failures for seed in range(20))), ())
+        # Which key of a context is looked at depends on the seed; these are about one in four that hit it.
+        seeds = (10, 13, *range(20, 40))
+        failures = next(filter(None, (verify(llm.engine.core, seed=seed).failures for seed in seeds)), ())
     assert failures
     assert {check.what for check in failures} == {"keys unseen"}
     assert all(check.graph.startswith("full decode") for check in failures)
