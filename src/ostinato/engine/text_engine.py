@@ -411,6 +411,7 @@ class TextEngine:
             self.is_closed = True
             for name in list(self._served):
                 self.abort(name)
+            self.profiler.close()
             self.core.close()
 
 

@@ -97,6 +97,7 @@ class EngineThread:
             if command is not None:
                 _carry_out(command)
         self._inboxes.tell_all(error)
+        engine.profiler.close()
 
     def _step(self, engine: TextEngine) -> list[RequestOutput]:
         """A step that raises has ended its requests, who are told by the next one. If that raises as well,
