@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato.engine.async_llm import AsyncLLM
 from ostinato.engine.delivery.completion_text import CompletionText
@@ -323,6 +324,20 @@ def test_a_forked_child_of_an_async_engine_is_told_at_once(tiny_text: TinyModel)
     assert "forked" in said.get()
     assert asyncio.run(ask()) == str(right(tiny_text, GOOD[0]))
     llm.close()
+
+
+def test_inference_mode_of_the_caller_does_not_matter(tiny_text: TinyModel) -> None:
+    expected = [right(tiny_text, prompt) for prompt in GOOD]
+    with torch.inference_mode():
+        llm = LLM(tiny_text.directory, **SMALL)
+        first = llm.embed(GOOD[1])[0].outputs.embedding
+    with llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(GOOD, GREEDY)] == expected
+        assert llm.embed(GOOD[1])[0].outputs.embedding == first
+        with torch.inference_mode():
+            assert [output.outputs[0].token_ids for output in llm.generate(GOOD, GREEDY)] == expected
+            assert torch.is_inference_mode_enabled()
+        assert not llm.graph_report().eager_steps
 
 
 def test_use_after_close(tiny_text: TinyModel) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ostinato.graphs import ConfigError
 from ostinato.models.adapters.adapter import Adapter
@@ -52,8 +53,9 @@ MAX_COMPLETIONS = 16_384
 class TextEngine:
     """An engine core with a tokenizer in front. Threads take turns."""
 
+    @torch.inference_mode(False)
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
-        """Load, allocate and capture."""
+        """Load, allocate and capture. In a caller's inference mode no tensor could be written outside of it."""
         startup = StartupTimes()
         processors = processor_classes(config.logits_processors or ())
         with startup.phase("load"):

@@ -6,6 +6,8 @@ import os
 import threading
 from collections import deque
 
+import torch
+
 from .parameters.sampling_params import RequestError
 
 _num_forks = 0
@@ -23,7 +25,8 @@ os.register_at_fork(after_in_child=_note_fork)
 class Turn:
     """Held while something is done with an engine; a thread may hold it more than once.
 
-    Threads take turns step by step, and every step takes the requests of all of them along.
+    Threads take turns step by step, and every step takes the requests of all of them along. A caller's
+    `torch.inference_mode` does not reach inside: tensors made under it could not be written outside of it.
     """
 
     def __init__(self) -> None:
@@ -31,6 +34,7 @@ class Turn:
         self._mutex = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
+        self._outside: torch.inference_mode | None = None
         self._queue: deque[tuple[int, threading.Lock]] = deque()
         self.is_inside: str | None = None
         """What the owner is in the middle of, where nothing else can be done."""
@@ -57,6 +61,12 @@ class Turn:
                 raise RequestError(f"an engine cannot be called from inside {self.is_inside}")
             self._depth += 1
             return
+        self._take(me)
+        if torch.is_inference_mode_enabled():
+            self._outside = torch.inference_mode(False)
+            self._outside.__enter__()
+
+    def _take(self, me: int) -> None:
         with self._mutex:
             if self._owner is None:
                 self._owner, self._depth = me, 1
@@ -73,6 +83,9 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
+            if self._outside is not None:
+                outside, self._outside = self._outside, None
+                outside.__exit__(None, None, None)
             with self._mutex:
                 self._hand_over()
 
