@@ -70,7 +70,7 @@ class LLMOptions:
 
 def llm_options(model: str | None, options: Mapping[str, Any]) -> tuple[EngineConfig, LLMOptions]:
     """Both configurations from keywords; ConfigError for one that does not exist or cannot be had."""
-    ours = translated(options)
+    ours = translated(options if model is None else {"model": model, **options})
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":  # with vLLM that is where it is asked for
         ours.setdefault("batch_invariant", True)
     own = {entry.name for entry in dataclasses.fields(LLMOptions)}
@@ -83,7 +83,7 @@ def llm_options(model: str | None, options: Mapping[str, Any]) -> tuple[EngineCo
     lists = {name: tuple(value) for name, value in ours.items() if isinstance(value, list)}
     for_engine = {name: value for name, value in {**ours, **lists}.items() if name in names}
     for_llm = LLMOptions(**{name: value for name, value in ours.items() if name in own})
-    return EngineConfig(model=model, **for_engine), for_llm
+    return EngineConfig(**for_engine), for_llm
 
 
 def engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
