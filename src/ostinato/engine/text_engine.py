@@ -55,7 +55,7 @@ class TextEngine:
 
     @torch.inference_mode(False)
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
-        """Load, allocate and capture. In a caller's inference mode no tensor could be written outside of it."""
+        """Load, allocate and capture, outside of a caller's inference mode: see `Turn`."""
         startup = StartupTimes()
         processors = processor_classes(config.logits_processors or ())
         with startup.phase("load"):
