@@ -326,18 +326,27 @@ def test_a_forked_child_of_an_async_engine_is_told_at_once(tiny_text: TinyModel)
     llm.close()
 
 
-def test_inference_mode_of_the_caller_does_not_matter(tiny_text: TinyModel) -> None:
+@pytest.mark.parametrize(
+    "surroundings",
+    [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta")],
+    ids=["inference mode", "autocast", "default device"],
+)
+def test_what_the_caller_sets_for_its_own_tensors_does_not_matter(
+    llm: LLM, tiny_text: TinyModel, surroundings: Any
+) -> None:
     expected = [right(tiny_text, prompt) for prompt in GOOD]
-    with torch.inference_mode():
-        llm = LLM(tiny_text.directory, **SMALL)
-        first = llm.embed(GOOD[1])[0].outputs.embedding
-    with llm:
-        assert [output.outputs[0].token_ids for output in llm.generate(GOOD, GREEDY)] == expected
-        assert llm.embed(GOOD[1])[0].outputs.embedding == first
-        with torch.inference_mode():
-            assert [output.outputs[0].token_ids for output in llm.generate(GOOD, GREEDY)] == expected
-            assert torch.is_inference_mode_enabled()
-        assert not llm.graph_report().eager_steps
+    embedding = llm.embed(GOOD[1])[0].outputs.embedding
+    with surroundings():
+        other = LLM(tiny_text.directory, **SMALL)
+        assert other.embed(GOOD[1])[0].outputs.embedding == embedding
+    with other:
+        assert other.embed(GOOD[1])[0].outputs.embedding == embedding
+        with surroundings():
+            assert [output.outputs[0].token_ids for output in other.generate(GOOD, GREEDY)] == expected
+            if surroundings is torch.inference_mode:
+                assert torch.is_inference_mode_enabled()
+        assert [output.outputs[0].token_ids for output in other.generate(GOOD, GREEDY)] == expected
+        assert not other.graph_report().eager_steps
 
 
 def test_use_after_close(tiny_text: TinyModel) -> None:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from ostinato.graphs import ConfigError
 from ostinato.models.adapters.adapter import Adapter
@@ -40,6 +39,7 @@ from .sleeping.sleeper import EngineAsleepError, SleepReport, check_mode
 from .step_profiler import StepProfiler
 from .stepping.flight import Progress
 from .stepping.times import StartupTimes
+from .surroundings import without_surroundings
 from .token_ids import IntArray
 from .turns import Turn
 from .vllm_api.engine_view import VllmConfigView
@@ -53,9 +53,9 @@ MAX_COMPLETIONS = 16_384
 class TextEngine:
     """An engine core with a tokenizer in front. Threads take turns."""
 
-    @torch.inference_mode(False)
+    @without_surroundings()
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
-        """Load, allocate and capture, outside of a caller's inference mode: see `Turn`."""
+        """Load, allocate and capture, whatever the caller has set for tensors of its own."""
         startup = StartupTimes()
         processors = processor_classes(config.logits_processors or ())
         with startup.phase("load"):

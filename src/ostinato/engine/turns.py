@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-
-import torch
+from contextlib import ExitStack
 
 from .parameters.sampling_params import RequestError
+from .surroundings import left
 
 _num_forks = 0
 """From the first process to this one."""
@@ -25,8 +25,8 @@ os.register_at_fork(after_in_child=_note_fork)
 class Turn:
     """Held while something is done with an engine; a thread may hold it more than once.
 
-    Threads take turns step by step, and every step takes the requests of all of them along. A caller's
-    `torch.inference_mode` does not reach inside: tensors made under it could not be written outside of it.
+    Threads take turns step by step, and every step takes the requests of all of them along. What
+    callers set for tensors of their own does not reach inside.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Turn:
         self._mutex = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._outside: torch.inference_mode | None = None
+        self._left: ExitStack | None = None
         self._queue: deque[tuple[int, threading.Lock]] = deque()
         self.is_inside: str | None = None
         """What the owner is in the middle of, where nothing else can be done."""
@@ -62,9 +62,7 @@ class Turn:
             self._depth += 1
             return
         self._take(me)
-        if torch.is_inference_mode_enabled():
-            self._outside = torch.inference_mode(False)
-            self._outside.__enter__()
+        self._left = left()
 
     def _take(self, me: int) -> None:
         with self._mutex:
@@ -83,9 +81,9 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
-            if self._outside is not None:
-                outside, self._outside = self._outside, None
-                outside.__exit__(None, None, None)
+            if self._left is not None:
+                surroundings, self._left = self._left, None
+                surroundings.close()
             with self._mutex:
                 self._hand_over()
 
