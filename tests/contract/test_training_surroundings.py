@@ -539,6 +539,16 @@ def test_gradients_are_clipped_by_the_norm_in_the_order_of_the_model(device):
     assert same_parameters(ours, theirs)
 
 
+def test_a_default_device_does_not_matter(device):
+    ours, theirs = twins(make_model(device))
+    batches = make_batches(device, [8, 8, 8])
+    with torch.device("meta" if device.type == "cpu" else device):
+        step = captured(ours, adamw(ours), clip_norm=1.0)
+        found = [step(*batch).item() for batch in batches]
+    assert found == train_eagerly(theirs, adamw(theirs), batches, clip_norm=1.0)
+    assert same_parameters(ours, theirs)
+
+
 def test_a_state_of_another_step_is_refused(device):
     model = make_model(device)
     step, other = (captured(model, adamw(model), accumulate=count) for count in (4, 2))

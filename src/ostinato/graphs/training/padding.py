@@ -228,10 +228,12 @@ class PaddingTrial:
             loss = self._loss_of(kind, tensors)
         own, parameters = self._parameters_behind(loss)
         if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
-            return _Seen(loss.detach(), torch.zeros(0), self._trials.changes())  # such hooks may train
+            return _Seen(
+                loss.detach(), torch.zeros(0, device="cpu"), self._trials.changes()
+            )  # such hooks may train
         with none_yet(parameters):
             loss.backward()  # type: ignore[no-untyped-call]
-            norms = [torch.zeros(()), *(_norm(parameter.grad) for parameter in own)]
+            norms = [torch.zeros((), device="cpu"), *(_norm(parameter.grad) for parameter in own)]
         return _Seen(loss.detach(), torch.stack(norms), self._trials.changes())
 
     def _differentiate(self, loss: torch.Tensor) -> None:
@@ -286,7 +288,7 @@ def _switched_on(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
-    return torch.zeros(()) if gradient is None else gradient.to_dense().float().norm().cpu()
+    return torch.zeros((), device="cpu") if gradient is None else gradient.to_dense().float().norm().cpu()
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

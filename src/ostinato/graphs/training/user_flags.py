@@ -49,7 +49,7 @@ class UserFlags:
         """As a number, what was given, unless somebody has written another one to the device since."""
         given, found = self.rates.get(number), float(rate)
         if given is not None and isinstance(rate, torch.Tensor):
-            return given if float(torch.tensor(given, dtype=rate.dtype)) == found else found
+            return given if float(torch.tensor(given, dtype=rate.dtype, device="cpu")) == found else found
         return found
 
 
