@@ -110,8 +110,9 @@ class StaticOptimizer:
         return torch.float64 if are_double else torch.float32
 
     @contextmanager
-    def _counts_begin(self) -> Iterator[None]:
-        """In which an optimizer of torch makes its counts: in float64 if that is the default type."""
+    def _numbers_are_wide(self) -> Iterator[None]:
+        """In which an optimizer of torch makes counts, and chooses between numbers (RAdam): in float64 if that
+        is the default type."""
         before = torch.get_default_dtype()
         if self._is_static and self._count_type is torch.float64:
             torch.set_default_dtype(torch.float64)
@@ -254,7 +255,7 @@ class StaticOptimizer:
                 backend = backend_for(self._device)
                 backend.release_unused()
                 addresses = [p.data_ptr() for p in self.parameters]
-                with backend.stream(), self._counts_begin():  # see Note [Memory that stays]
+                with backend.stream():  # see Note [Memory that stays]
                     self._step()
                 self.moves_parameters = addresses != [p.data_ptr() for p in self.parameters]
                 self.has_stepped = True
@@ -285,6 +286,7 @@ class StaticOptimizer:
         is_capturable = self._is_static and not self._is_fused
         with (
             torch.no_grad(),
+            self._numbers_are_wide(),
             _capturable_on_a_cpu() if is_capturable and self._device.type == "cpu" else nullcontext(),
         ):
             self._optimizer.step()
