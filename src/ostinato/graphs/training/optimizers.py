@@ -111,8 +111,7 @@ class StaticOptimizer:
 
     @contextmanager
     def _numbers_are_wide(self) -> Iterator[None]:
-        """In which an optimizer of torch makes counts, and chooses between numbers (RAdam): in float64 if that
-        is the default type."""
+        """In which an optimizer of torch makes its numbers: in float64 if that is the default type."""
         before = torch.get_default_dtype()
         if self._is_static and self._count_type is torch.float64:
             torch.set_default_dtype(torch.float64)
