@@ -259,7 +259,13 @@ class Writer:
         pass
 
 
-@pytest.mark.parametrize("stream", [None, Writer()], ids=["closed", "a writer"])
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, closed(), Writer()], ids=["none", "closed", "a writer"])
 def test_standard_error_may_be_none_or_anything(
     tiny_text: TinyModel, llm: LLM, stream: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

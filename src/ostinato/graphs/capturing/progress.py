@@ -9,9 +9,10 @@ from ..dispatching.keys import GraphKey
 
 
 def is_terminal(stream: object) -> bool:
-    """Whether somebody watches: a process may have no such stream, or one that can do nothing but write."""
+    """Whether somebody watches: a process may have no such stream, a closed one, or one that can do nothing
+    but write."""
     isatty = getattr(stream, "isatty", None)
-    return isatty is not None and bool(isatty())
+    return isatty is not None and not getattr(stream, "closed", False) and bool(isatty())
 
 
 class CaptureProgress:
