@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from ostinato.cli.main import app
@@ -120,6 +121,12 @@ def test_keywords_of_vllm_are_understood() -> None:
         "seed": 3,
         "cudagraph_capture_sizes": (1, 2),
     }
+
+
+def test_paths_types_and_devices_may_be_objects() -> None:
+    given = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "tokenizer": Path("a/b")}
+    config, _ = llm_options(Path("a"), given)
+    assert (config.model, config.dtype, config.device, config.tokenizer) == ("a", "bfloat16", "cpu", "a/b")
 
 
 def test_a_model_may_have_sglangs_name() -> None:
