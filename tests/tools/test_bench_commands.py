@@ -192,7 +192,6 @@ def test_contestants_take_turns() -> None:
         (["decode", "--output-len", "1"], "output_len must be at least 2"),
         (["decode", "--output-len", "0"], "output_len must be at least 2, not 0"),
         (["throughput", "--scale", "0"], "scale must be above 0, not 0"),
-        (["decode", "--png", "picture.txt"], r"picture\.txt is no picture by its name"),
         (["throughput", "--peers-file", "nowhere.json"], r"nowhere\.json is no file of peers' figures"),
     ],
 )
@@ -238,8 +237,10 @@ def test_pictures_without_matplotlib_say_what_to_install(
     assert ".[plots]" in str(ran.exception)
 
 
-def test_plot_draws_result_files_and_refuses_others(tmp_path: Path) -> None:
+def test_plot_draws_result_files_and_refuses_others(tmp_path: Path, tiny_config: Path) -> None:
     pytest.importorskip("matplotlib")
+    ran = CliRunner().invoke(app, ["bench", "decode", "--model", str(tiny_config), "--png", "picture.txt"])
+    assert "picture.txt is no picture by its name" in str(ran.exception)
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     ran = CliRunner().invoke(
         app, ["bench", "plot", str(results / "graphs-h200.json"), "--out", str(tmp_path)]
