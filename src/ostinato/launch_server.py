@@ -4,4 +4,6 @@ import sys
 
 if __name__ == "__main__":
     sys.argv.insert(1, "serve")
-    import ostinato.__main__  # noqa: F401
+    from ostinato.__main__ import main
+
+    main()

@@ -874,6 +874,15 @@ def test_steps_that_seed_themselves_give_the_same_numbers_every_time(device):
         assert same(f(x), seeded(x))
 
 
+def test_a_default_device_does_not_matter(device):
+    f, plain = pair(nn.Linear(WIDTH, WIDTH).eval(), device)
+    xs = batches(device)
+    with torch.device("meta" if device.type == "cpu" else device):
+        assert all(agrees(f, plain, x) for x in xs)
+        f.verify()
+    assert not reasons(f)
+
+
 def test_the_largest_of_a_batch_is_refused_also_where_zeros_do_not_show(device):
     step = lambda x: x + x.max(0).values  # noqa: E731
     f = wrap(step, LADDER)

@@ -111,7 +111,7 @@ REPLACED = {
     "scale": lambda model: setattr(model, "scale", model.three()),
     "scales": lambda model: setattr(model, "scales", [model.three()]),
     r"scales\[0\]": lambda model: model.scales.__setitem__(0, model.three()),
-    "scale is": moved,
+    "capture: scale": moved,
     "a hook": lambda model: model.act.register_forward_hook(lambda module, args, output: output * 2),
     "a hook or": lambda model: setattr(model.act, "_forward_hooks", {1: lambda *given: given[2] * 2}),
     "method": lambda model: setattr(model.act, "forward", lambda x: x * 2),
@@ -536,6 +536,16 @@ def test_gradients_are_clipped_by_the_norm_in_the_order_of_the_model(device):
     step = captured(ours, backwards(ours), clip_norm=0.1)
     found = [step(*batch).item() for batch in batches]
     assert found == train_eagerly(theirs, backwards(theirs), batches, clip_norm=0.1)
+    assert same_parameters(ours, theirs)
+
+
+def test_a_default_device_does_not_matter(device):
+    ours, theirs = twins(make_model(device))
+    batches = make_batches(device, [8, 8, 8])
+    with torch.device("meta" if device.type == "cpu" else device):
+        step = captured(ours, adamw(ours), clip_norm=1.0)
+        found = [step(*batch).item() for batch in batches]
+    assert found == train_eagerly(theirs, adamw(theirs), batches, clip_norm=1.0)
     assert same_parameters(ours, theirs)
 
 

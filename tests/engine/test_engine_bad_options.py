@@ -26,6 +26,7 @@ from .test_engine_greedy import SMALL
         ({"num_pages": 1}, "at least 2 pages"),
         ({"mem_fraction": 1.5}, r"mem_fraction must be in \(0, 1\], not 1.5"),
         ({"device": "abacus"}, "unknown device 'abacus': use auto, cpu, cuda"),
+        ({"device": "mps"}, "unknown device 'mps': use auto, cpu, cuda"),
         ({"steps_ahead": 2}, "steps_ahead must be 0 or 1"),
         ({"cuda_graph_bs": [1, 99]}, "cuda_graph_bs reaches 99, at most 16 requests ever run"),
         ({"cuda_graph_bs": [1], "cuda_graph_max_bs": 2}, "not both: a list has its own maximum"),

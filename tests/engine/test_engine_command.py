@@ -1,8 +1,10 @@
 """`ostinato generate` and `ostinato chat`, in this process, with a tiny model."""
 
+import io
 import logging
 import re
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +12,8 @@ from typer.testing import CliRunner
 
 from ostinato.cli.dataclass_flags import flags_of
 from ostinato.cli.generate import NO_FLAGS
-from ostinato.cli.main import app
+from ostinato.cli.interrupting import import_engine
+from ostinato.cli.main import app, main
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
 
@@ -192,6 +195,83 @@ def test_a_prompt_comes_from_standard_input(tiny_text: TinyModel, llm: LLM) -> N
     assert piped.exit_code == 0, piped.output
     expected = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=5))
     assert piped.stdout == expected[0].outputs[0].text + "\n"
+
+
+def run_with_streams(
+    patch: pytest.MonkeyPatch, model: TinyModel, *arguments: str, said: bytes | None
+) -> tuple[object, str, str]:
+    """Exit code and output of the command with these bytes on standard input, in a terminal for ASCII."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))
+    patch.setattr(sys, "argv", ["ostinato", *arguments, "--model", model.directory, *SMALL])
+    patch.setattr(sys, "stdin", None if said is None else io.TextIOWrapper(io.BytesIO(said), "ascii"))
+    patch.setattr(sys, "stdout", out)
+    patch.setattr(sys, "stderr", err)
+    patch.setattr(logging.getLogger("ostinato"), "handlers", [])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = [stream.buffer.getvalue().decode("ascii") for stream in (out, err)]  # type: ignore[attr-defined]
+    return ended.value.code, told[0], told[1]
+
+
+def test_a_terminal_may_be_unable_to_read_or_show_a_text(
+    tiny_text: TinyModel, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--max-tokens", "9", "--enforce-eager")
+    assert run_with_streams(monkeypatch, tiny_text, "generate", "-", *flags, said=None)[2] == (
+        "ostinato: - reads the prompt from standard input, which is closed\n"
+    )
+    assert run_with_streams(monkeypatch, tiny_text, "generate", "\udcff", *flags, said=b"")[2] == (
+        "ostinato: what was typed is not text in UTF-8\n"
+    )
+    params = SamplingParams(temperature=0, max_tokens=9)
+    answer = llm.chat([{"role": "user", "content": "Hello"}], params)[0].outputs[0].text
+    assert not answer.isascii()
+    said = b"\xff\nHello\n"
+    code, out, err = run_with_streams(monkeypatch, tiny_text, "chat", "--temperature", "0", *flags, said=said)
+    assert (code, out) == (0, answer.encode("ascii", "replace").decode() + "\n"), err
+    assert "> ostinato: what was typed is not text in UTF-8\n> > " in err
+
+
+def test_ctrl_c_ends_a_process_that_is_still_importing(monkeypatch: pytest.MonkeyPatch, ctrl_c: None) -> None:
+    """torch swallows an interrupt while it imports NumPy, and goes on with half of it."""
+    before, during = signal.getsignal(signal.SIGINT), []
+
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            during.append(signal.getsignal(signal.SIGINT))
+            raise ImportError(name)
+
+    monkeypatch.delitem(sys.modules, "ostinato.engine.llm")
+    monkeypatch.setattr(sys, "meta_path", [Finder()])
+    with pytest.raises(ImportError, match=r"ostinato\.engine\.llm"):
+        import_engine()
+    assert during == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Writer:
+    """What scripts put in place of a stream: it can write, and nothing else."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, closed(), Writer()], ids=["none", "closed", "a writer"])
+def test_standard_error_may_be_none_or_anything(
+    tiny_text: TinyModel, llm: LLM, stream: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with LLM(tiny_text.directory, max_model_len=16, num_pages=4, max_running_requests=1) as other:
+        assert other.generate(["Hello"], SamplingParams(max_tokens=1))[0].finished
 
 
 def test_what_is_not_said_is_the_models_own(tiny_text: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

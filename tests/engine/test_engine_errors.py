@@ -299,3 +299,9 @@ def test_a_conversation_that_its_template_refuses_does_not_disturb_the_others(
         assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
         assert outputs[0].outputs[0].token_ids == alone.outputs[0].token_ids
         assert "no pirates" in (outputs[1].error or "")
+        half = [{"role": "user", "content": "half a character: \ud83d"}]
+        with pytest.raises(RequestError, match="can't encode character"):
+            llm.chat(half, GREEDY)
+        [refused, served] = llm.chat([half, polite], GREEDY)
+        assert "can't encode character" in (refused.error or "")
+        assert served.outputs[0].token_ids == alone.outputs[0].token_ids

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,7 +136,10 @@ def test_iterators_that_are_never_asked_or_left_open(llm: AsyncLLM) -> None:
     assert_all_back(llm)
 
 
-def test_two_async_engines_in_a_process(llm: AsyncLLM, tiny_text: TinyModel, shallow: TinyModel) -> None:
+def test_two_async_engines_in_a_process(
+    llm: AsyncLLM, tiny_text: TinyModel, shallow: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(tmp_path))
     other = AsyncLLM(shallow.directory, **SMALL)
 
     async def run() -> None:
@@ -145,7 +149,9 @@ def test_two_async_engines_in_a_process(llm: AsyncLLM, tiny_text: TinyModel, sha
         for at, tokens in enumerate(found):
             model = (tiny_text, shallow)[at % 2]
             assert tokens == model.greedy(tuple(prompts[at // 2]["prompt_token_ids"]), TOKENS)
+        await other.start_profile("left")
 
     asyncio.run(asyncio.wait_for(run(), 60))
     other.close()
+    assert list(tmp_path.glob("left*")), "a profile that is left open is written; torch crashes at exit else"
     assert_all_back(llm)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato.engine.async_llm import AsyncLLM
 from ostinato.engine.delivery.completion_text import CompletionText
@@ -323,6 +324,29 @@ def test_a_forked_child_of_an_async_engine_is_told_at_once(tiny_text: TinyModel)
     assert "forked" in said.get()
     assert asyncio.run(ask()) == str(right(tiny_text, GOOD[0]))
     llm.close()
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta")],
+    ids=["inference mode", "autocast", "default device"],
+)
+def test_what_the_caller_sets_for_its_own_tensors_does_not_matter(
+    llm: LLM, tiny_text: TinyModel, surroundings: Any
+) -> None:
+    expected = [right(tiny_text, prompt) for prompt in GOOD]
+    embedding = llm.embed(GOOD[1])[0].outputs.embedding
+    with surroundings():
+        other = LLM(tiny_text.directory, **SMALL)
+        assert other.embed(GOOD[1])[0].outputs.embedding == embedding
+    with other:
+        assert other.embed(GOOD[1])[0].outputs.embedding == embedding
+        with surroundings():
+            assert [output.outputs[0].token_ids for output in other.generate(GOOD, GREEDY)] == expected
+            if surroundings is torch.inference_mode:
+                assert torch.is_inference_mode_enabled()
+        assert [output.outputs[0].token_ids for output in other.generate(GOOD, GREEDY)] == expected
+        assert not other.graph_report().eager_steps
 
 
 def test_use_after_close(tiny_text: TinyModel) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from ostinato.cli.main import app
 from ostinato.engine.config import EngineConfig
 from ostinato.engine.peer_options.option import Effect, PeerOption
 from ostinato.engine.peer_options.translation import BY_NAME, ROWS, translated
+from ostinato.engine.vllm_api.llm_options import llm_options
 from ostinato.graphs.errors import ConfigError
 from ostinato.server.config import ServerConfig
 
@@ -119,6 +121,18 @@ def test_keywords_of_vllm_are_understood() -> None:
         "seed": 3,
         "cudagraph_capture_sizes": (1, 2),
     }
+
+
+def test_paths_types_and_devices_may_be_objects() -> None:
+    given = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "tokenizer": Path("a/b")}
+    config, _ = llm_options(Path("a"), given)
+    assert (config.model, config.dtype, config.device, config.tokenizer) == ("a", "bfloat16", "cpu", "a/b")
+
+
+def test_a_model_may_have_sglangs_name() -> None:
+    assert llm_options(None, {"model_path": "a/b"})[0].model == "a/b"
+    with pytest.raises(ConfigError, match="give model or model_path, not both"):
+        llm_options("a/b", {"model_path": "c/d"})
 
 
 def test_kernels_of_others_are_accepted_with_a_word(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,10 @@ import json
 import pickle
 from typing import Any
 
+import numpy as np
 import pydantic
 import pytest
+import torch
 
 from ostinato.engine.parameters import sampling_params
 from ostinato.engine.parameters.sampling_params import (
@@ -114,6 +116,8 @@ def test_stop_forms_are_one() -> None:
     assert SamplingParams(stop="a").stop == SamplingParams(stop=("a",)).stop == ["a"]
     assert SamplingParams().stop == SamplingParams(stop=[]).stop == []
     assert SamplingParams(stop_token_ids=(3, 4, 3)).stop_token_ids == [3, 4]
+    assert SamplingParams(stop_token_ids=np.array([3, 4])).stop_token_ids == [3, 4]  # type: ignore[arg-type]
+    assert SamplingParams(allowed_token_ids=torch.tensor([3])).allowed_token_ids == [3]  # type: ignore[arg-type]
 
 
 def test_json_keys_of_a_bias_become_token_ids() -> None:

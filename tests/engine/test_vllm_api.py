@@ -646,6 +646,14 @@ def test_profiles_have_a_beginning_and_an_end(model: TinyModel, tmp_path: Path) 
         llm.generate("Hello", GREEDY)
         with pytest.raises(RuntimeError, match="the profile never began"):
             llm.stop_profile()
+    # What is still recorded at the end of a process crashes it.
+    with LLM(
+        model.directory, enforce_eager=True, profiler_config={"torch_profiler_dir": str(tmp_path)}
+    ) as llm:
+        llm.start_profile("left")
+        llm.generate("Hello", GREEDY)
+    assert not torch.autograd._profiler_enabled()
+    assert [file for file in tmp_path.glob("left*") if file.stat().st_size]
 
 
 def test_the_engine_step_by_step_beside_other_calls(llm: LLM, model: TinyModel) -> None:

@@ -190,6 +190,8 @@ def test_score(tmp_path: Path, make: MakeLLM, model: TinyModel) -> None:
         for document, output in zip(documents, outputs, strict=True):
             ids = llm.get_tokenizer().encode(query, document)
             assert output.outputs.score == pytest.approx(judged(reference, ids).sigmoid().item(), abs=1e-5)
+        with pytest.raises(RequestError, match="can't encode character"):
+            llm.score(query, "\ud83d")
     # A model without such a head is asked for the nearness of vectors.
     llm = make()
     vectors = [torch.tensor(output.outputs.embedding) for output in llm.embed([query, *documents])]

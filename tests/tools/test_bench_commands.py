@@ -190,6 +190,8 @@ def test_contestants_take_turns() -> None:
         (["decode", "--peer", "nobody"], "unknown peer 'nobody': there are transformers, vllm, sglang"),
         (["decode", "--peer", "sglang"], "sglang is not installed here"),
         (["decode", "--output-len", "1"], "output_len must be at least 2"),
+        (["decode", "--output-len", "0"], "output_len must be at least 2, not 0"),
+        (["throughput", "--scale", "0"], "scale must be above 0, not 0"),
         (["throughput", "--peers-file", "nowhere.json"], r"nowhere\.json is no file of peers' figures"),
     ],
 )
@@ -205,6 +207,17 @@ def test_a_list_that_is_none_is_refused(tiny_config: Path) -> None:
     ran = CliRunner().invoke(app, ["bench", "host", "--model", str(tiny_config), "--batch-sizes", "1,x"])
     assert ran.exit_code == 2
     assert "--batch-sizes" in ran.output
+
+
+def test_what_cannot_be_written_or_does_not_exist_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for file in (tmp_path, tmp_path / "file" / "x.json"):
+        ran = CliRunner().invoke(app, ["bench", "graphs", "--json", str(file)])
+        assert ran.exit_code == 2
+        assert str(tmp_path) in "".join(ran.output.split())
+    for command in (["bench", "graphs"], ["demo"]):
+        ran = CliRunner().invoke(app, [*command, "--device", "abacus"])
+        assert "unknown device 'abacus'" in str(ran.exception)
 
 
 def test_options_that_are_objects_reach_the_server_as_json() -> None:
@@ -224,8 +237,10 @@ def test_pictures_without_matplotlib_say_what_to_install(
     assert ".[plots]" in str(ran.exception)
 
 
-def test_plot_draws_result_files_and_refuses_others(tmp_path: Path) -> None:
+def test_plot_draws_result_files_and_refuses_others(tmp_path: Path, tiny_config: Path) -> None:
     pytest.importorskip("matplotlib")
+    ran = CliRunner().invoke(app, ["bench", "decode", "--model", str(tiny_config), "--png", "picture.txt"])
+    assert "picture.txt is no picture by its name" in str(ran.exception)
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     ran = CliRunner().invoke(
         app, ["bench", "plot", str(results / "graphs-h200.json"), "--out", str(tmp_path)]

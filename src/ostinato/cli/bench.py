@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from .dataclass_flags import NUMBERS, flags_of, with_flags
 from .engine_command import EngineCommand
+from .interrupting import import_engine
+from .output_file import writable
 
 if TYPE_CHECKING:
     from ostinato.tools.bench.subject import Subject
@@ -21,9 +23,14 @@ app = typer.Typer(
 )
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
+Number = TypeVar("Number", int, float)
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
-PngFile = Annotated[Path | None, typer.Option("--png", help="Plot the result to this file.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", callback=writable, help="Write the result to this file.")
+]
+PngFile = Annotated[
+    Path | None, typer.Option("--png", callback=writable, help="Plot the result to this file.")
+]
 BatchSizes = Annotated[str | None, typer.Option(help="Batch sizes in requests, as 1,8,32.", metavar=NUMBERS)]
 OutputLen = Annotated[int | None, typer.Option(help="Output tokens per request.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Number of measurements; the median is reported.")]
@@ -43,12 +50,10 @@ def graphs(
     json_file: JsonFile = None,
 ) -> None:
     """Cost of a replay: chains of small ops, CPU time of run(), capture time and memory."""
-    import torch
-
+    from ostinato.engine.resolved_config import device_of
     from ostinato.tools.bench.graphs import as_tables, bench_graphs
 
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    result = bench_graphs(torch.device(name, 0) if name == "cuda" else torch.device(name))
+    result = bench_graphs(device_of(device or "auto"))
     _deliver(result, as_tables, json_file, None)
 
 
@@ -82,7 +87,7 @@ def decode(
         subject,
         batch_sizes=numbers("--batch-sizes", batch_sizes or ("1,8,32,128,256" if gpu else "1,16")),
         input_lens=numbers("--input-len", input_len or ("128" if gpu else "32")),
-        output_len=output_len or (128 if gpu else 32),
+        output_len=_given(output_len, 128 if gpu else 32),
         repeats=repeats,
         peer_name=peer,
         figures=peer_figures(peers_file),
@@ -118,7 +123,7 @@ def prefill(
     result = bench_prefill(
         subject,
         input_lens=numbers("--input-len", input_len or ("512,4096,16384" if gpu else "64,256")),
-        batch_tokens=batch_tokens or (16384 if gpu else 512),
+        batch_tokens=_given(batch_tokens, 16384 if gpu else 512),
         repeats=repeats,
         peer_name=peer,
     )
@@ -150,8 +155,8 @@ def throughput(
     subject = _subject(engine, png_file)
     result = bench_throughput(
         subject,
-        num_prompts=num_prompts or (256 if subject.on_gpu else 16),
-        scale=scale or (1.0 if subject.on_gpu else 0.1),
+        num_prompts=_given(num_prompts, 256 if subject.on_gpu else 16),
+        scale=_given(scale, 1.0 if subject.on_gpu else 0.1),
         repeats=repeats,
         peer_name=peer,
         figures=peer_figures(peers_file),
@@ -206,7 +211,7 @@ def host(
     result = bench_host(
         subject,
         batch_sizes=numbers("--batch-sizes", sizes),
-        output_len=output_len or (128 if subject.on_gpu else 32),
+        output_len=_given(output_len, 128 if subject.on_gpu else 32),
         repeats=repeats,
     )
     _deliver(result, host_tables, json_file, png_file)
@@ -238,8 +243,8 @@ def graphs_on_off(
     result = bench_graphs_on_off(
         subject,
         batch_sizes=numbers("--batch-sizes", batch_sizes or ("1,8,32,128" if gpu else "1,4,16")),
-        input_len=input_len or (128 if gpu else 32),
-        output_len=output_len or (128 if gpu else 16),
+        input_len=_given(input_len, 128 if gpu else 32),
+        output_len=_given(output_len, 128 if gpu else 16),
         repeats=repeats,
         figures=peer_figures(peers_file),
     )
@@ -259,13 +264,19 @@ def plot(
 
 
 def _subject(engine: Mapping[str, Any], png_file: Path | None) -> Subject:
+    import_engine()
     from ostinato.tools.bench.subject import Subject
 
     if png_file is not None:
-        from ostinato.tools.bench.plots import require_matplotlib
+        from ostinato.tools.bench.plots import check_picture
 
-        require_matplotlib()
+        check_picture(png_file)
     return Subject.of(engine)
+
+
+def _given(value: Number | None, default: Number) -> Number:
+    """What was given, a zero too."""
+    return default if value is None else value
 
 
 def numbers(flag: str, given: str) -> list[int]:

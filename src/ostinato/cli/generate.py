@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -11,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ostinato.graphs.errors import ConfigError
+
 from .dataclass_flags import Flag, flags_of, with_flags
-from .interrupting import CtrlC
+from .interrupting import CtrlC, import_engine
 from .model_argument import ModelArgument, with_model
+from .typed_text import all_of_standard_input, as_text, line_of_standard_input
 
 if TYPE_CHECKING:
     from ostinato.engine.llm import LLM
@@ -77,7 +79,8 @@ def generate(
     Unless given, --temperature is 0 and --max-tokens 256; other sampling parameters default to the model's
     own (--generation-config).
     """
-    said = sys.stdin.read().strip() if prompt == "-" else prompt
+    import_engine()
+    said = all_of_standard_input().strip() if prompt == "-" else as_text(prompt)
     with _llm(engine, sampling, running=sampling.get("n", 1)) as llm:
         params = _params(llm, sampling, always=ONE_ANSWER)
         request = _request(llm, said, raw)
@@ -87,7 +90,7 @@ def generate(
             else:
                 _show_all(llm, request, params, ctrl_c)
         if graph_report:
-            print(llm.graph_report(), file=sys.stderr)
+            typer.echo(str(llm.graph_report()), err=True)
     if ctrl_c.asked:
         raise typer.Exit(INTERRUPTED)
 
@@ -105,6 +108,7 @@ def chat(
     Sampling parameters default to the model's own (--generation-config), and --max-tokens to 1024 if the
     model has no value for it.
     """
+    import_engine()
     from ostinato.engine.parameters.sampling_params import RequestError
 
     first = [{"role": "system", "content": system}] if system else []
@@ -113,12 +117,13 @@ def chat(
         params = _params(llm, sampling, otherwise=A_TURN)
         while said := _ask():
             turns.append({"role": "user", "content": said})
-            _forget_what_does_not_fit(llm, first, turns, params)
             try:
+                turns[-1]["content"] = as_text(said)
+                _forget_what_does_not_fit(llm, first, turns, params)
                 with CtrlC() as ctrl_c:
                     answer = _show(llm.stream(llm.engine.prompts.chat([*first, *turns]), params), ctrl_c)
                 turns.append({"role": "assistant", "content": answer})
-            except RequestError as error:
+            except (RequestError, ConfigError) as error:
                 _note(str(error))
                 turns.pop()
 
@@ -168,11 +173,11 @@ def _show_all(llm: LLM, request: Any, params: SamplingParams, ctrl_c: CtrlC) -> 
 
 def _ask() -> str:
     """The user's next line; empty at the end of the input and after Ctrl-C."""
-    print("> ", end="", file=sys.stderr, flush=True)
+    typer.echo("> ", nl=False, err=True)
     try:
-        return sys.stdin.readline().strip()
+        return line_of_standard_input().strip()
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        typer.echo(err=True)
         return ""
 
 
@@ -210,7 +215,7 @@ def _llm(engine: Mapping[str, Any], sampling: Mapping[str, Any], *, running: int
 
 
 def _note(text: str) -> None:
-    print(f"ostinato: {text}", file=sys.stderr, flush=True)
+    typer.echo(f"ostinato: {text}", err=True)
 
 
 def _request(llm: LLM, prompt: str, raw: bool) -> Any:

@@ -1,10 +1,22 @@
-"""Ctrl-C while a model answers: the answer ends between two steps, never in the middle of one."""
+"""Ctrl-C: before a model is loaded it ends the process; an answer ends between two steps, never in one."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
 from typing import Any
+
+
+def import_engine() -> None:
+    """Import what takes seconds. Ctrl-C then ends the process without a word: torch swallows one in the
+    middle of importing NumPy, and what is half imported fails later."""
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        import ostinato.engine.llm  # noqa: F401
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 class CtrlC:

@@ -1,6 +1,8 @@
 """The `ostinato` commands. Heavy imports stay inside them, so that --help answers at once."""
 
+import io
 import logging
+import sys
 from typing import Annotated
 
 import typer
@@ -57,9 +59,10 @@ def demo(device: Device = None) -> None:
     """Capture a small model, serve random batches from graphs, verify them and print the report."""
     from rich.console import Console
 
+    from ostinato.engine.resolved_config import device_of
     from ostinato.tools.demo import demo as run_demo
 
-    run_demo(_device(device), Console())
+    run_demo(device_of(device or "auto"), Console())
 
 
 @app.command()
@@ -70,16 +73,12 @@ def version() -> None:
     typer.echo(f"ostinato {__version__}")
 
 
-def _device(name: str | None):  # type: ignore[no-untyped-def]
-    import torch
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
 def main() -> None:
-    """The entry point. Errors of Ostinato's own types are printed as one line."""
+    """Run a command. Errors of Ostinato's own types, and those of files, are printed as one line."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # for `as_text`
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # models write what not every terminal can show
     told = logging.StreamHandler()
     told.setFormatter(logging.Formatter("ostinato: %(message)s"))
     logging.getLogger("ostinato").addHandler(told)
@@ -88,11 +87,13 @@ def main() -> None:
     except Exception as error:
         from ostinato.graphs.errors import OstinatoError
 
-        if not isinstance(error, OstinatoError):
+        if not isinstance(error, OstinatoError | OSError):
             raise
-        typer.echo(f"ostinato: {error}", err=True)
+        typer.echo(f"ostinato: {_told(error)}", err=True)
         raise SystemExit(1) from None
 
 
-if __name__ == "__main__":
-    main()
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

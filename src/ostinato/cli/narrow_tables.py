@@ -10,14 +10,16 @@ from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.table import Table
 
+from ostinato.graphs.capturing.progress import is_terminal
+
 WIDTH_OF_FILES = 160
 """Width of the output if it is not a terminal."""
 
 
 def show(renderable: Any, *, stderr: bool = False) -> None:
     """Print without cutting anything off."""
-    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    console = Console(width=None if is_terminal else WIDTH_OF_FILES, stderr=stderr, highlight=False)
+    is_watched = is_terminal(sys.stderr if stderr else sys.stdout)
+    console = Console(width=None if is_watched else WIDTH_OF_FILES, stderr=stderr, highlight=False)
     console.print(fitting(renderable, console))
 
 

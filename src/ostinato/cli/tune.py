@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .bench import numbers
+from .output_file import writable
 
 
 def tune(
@@ -29,7 +29,7 @@ def tune(
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all measurements to this file.")
+        Path | None, typer.Option("--json", callback=writable, help="Write all measurements to this file.")
     ] = None,
 ) -> None:
     """Find the fastest kernels for a model's linear layers on this GPU, by timing them.
@@ -44,7 +44,7 @@ def tune(
     from .narrow_tables import show
 
     def note(text: str) -> None:
-        print(f"ostinato: {text}", file=sys.stderr, flush=True)
+        typer.echo(f"ostinato: {text}", err=True)
 
     file, result = run_tune(model, numbers("--tokens", tokens), out, note)
     if json_file is not None:

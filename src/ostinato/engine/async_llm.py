@@ -54,7 +54,7 @@ def listed_names(given: object) -> list[str]:
 class AsyncLLM(AsyncTrainerServices):
     """A model that serves many coroutines at once, from one or more event loops."""
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """Takes the arguments of `LLM`."""
         self._llm = LLM(model, **options)
         self._turn = self._llm.engine.turn

@@ -57,7 +57,9 @@ logger = logging.getLogger("ostinato.engine")
 class LLM(EngineServices, TrainerServices):
     """A model ready to generate. As a context manager it frees everything when it exits."""
 
-    def __init__(self, model: str | None = None, *, progress: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | Path | None = None, *, progress: bool | None = None, **options: Any
+    ) -> None:
         """Load a model and capture its graphs.
 
         Args:

@@ -42,10 +42,7 @@ class PromptReader:
             check_keys(prompt)
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
+        check_text(text)
         return text, *token_array_and_highest(self._tokenizer.encode(text))
 
     def token_ids_of(self, prompt: Prompt) -> list[int]:
@@ -61,8 +58,17 @@ class PromptReader:
             text = self._tokenizer.apply_chat_template(messages, **options)
         except TokenizerError as error:
             raise RequestError(str(error)) from error
+        check_text(text)
         # The template writes its own special tokens.
         return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+
+def check_text(text: str) -> None:
+    """RequestError if it has halves of characters (bytes that a terminal could not read, for example)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
 
 
 def cache_salt(prompt: Prompt) -> str | None:

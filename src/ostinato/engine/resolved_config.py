@@ -109,7 +109,7 @@ class ResolvedConfig:
 
 def resolve(asked: EngineConfig, model_limit: int, model_dtype: torch.dtype) -> ResolvedConfig:
     """Everything decided, for a model with this limit and type of weights, on this machine."""
-    device = _own_device() if asked.device == "auto" else _device(asked.device)
+    device = device_of(asked.device)
     on_gpu = device.type == "cuda"
     dtype = DTYPES.get(asked.dtype) or (model_dtype if on_gpu else torch.float32)
     longest = asked.max_model_len or min(model_limit, 8192 if on_gpu else 2048)
@@ -160,12 +160,19 @@ def _own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of this name (auto, cpu, cuda, cuda:N); ConfigError if there is none."""
+    if name == "auto":
+        return _own_device()
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, and torch finds no GPU: use cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} was asked for, and torch finds {torch.cuda.device_count()} GPUs")
     # Tensors always know their number, so the configuration does too.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

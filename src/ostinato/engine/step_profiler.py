@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import finalize
 
 import torch
+
+logger = logging.getLogger("ostinato.engine")
 
 
 @dataclass
@@ -23,11 +28,18 @@ class _Profile:
     def begin(self) -> None:
         self.trace.start()
         self.is_recording = True
+        self.thread = threading.get_ident()
 
     def end(self) -> None:
         self.trace.stop()
         self.trace.export_chrome_trace(str(self.file))
         self.is_recording = False
+
+    def left(self) -> None:
+        """Nobody will end it: a process in which torch still records crashes at its exit."""
+        if self.is_recording and self.thread == threading.get_ident():  # no other can
+            self.end()
+            logger.warning("the profile was not stopped: it is in %s", self.file)
 
 
 class StepProfiler:
@@ -52,6 +64,7 @@ class StepProfiler:
         if not delay:
             profile.begin()
         self._running = profile
+        self._end = finalize(self, profile.left)
         return str(path)
 
     def stepped(self) -> None:
@@ -73,8 +86,15 @@ class StepProfiler:
         if self._running is None:
             raise RuntimeError("no profile is being taken: start one first")
         profile, self._running = self._running, None
+        self._end.detach()
         if profile.delay:
             raise RuntimeError(f"the profile never began: {profile.delay} steps of its delay were left")
         if profile.is_recording:
             profile.end()
         return str(profile.file)
+
+    def close(self) -> None:
+        """End and write a profile that nobody has stopped; the engine is closed."""
+        if self._running is not None:
+            self._running = None
+            self._end()

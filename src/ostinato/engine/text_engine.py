@@ -39,6 +39,7 @@ from .sleeping.sleeper import EngineAsleepError, SleepReport, check_mode
 from .step_profiler import StepProfiler
 from .stepping.flight import Progress
 from .stepping.times import StartupTimes
+from .surroundings import without_surroundings
 from .token_ids import IntArray
 from .turns import Turn
 from .vllm_api.engine_view import VllmConfigView
@@ -52,8 +53,9 @@ MAX_COMPLETIONS = 16_384
 class TextEngine:
     """An engine core with a tokenizer in front. Threads take turns."""
 
+    @without_surroundings()
     def __init__(self, config: EngineConfig, *, progress: bool | None = None) -> None:
-        """Load, allocate and capture."""
+        """Load, allocate and capture, whatever the caller has set for tensors of its own."""
         startup = StartupTimes()
         processors = processor_classes(config.logits_processors or ())
         with startup.phase("load"):
@@ -411,6 +413,7 @@ class TextEngine:
             self.is_closed = True
             for name in list(self._served):
                 self.abort(name)
+            self.profiler.close()
             self.core.close()
 
 

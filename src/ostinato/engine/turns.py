@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from contextlib import ExitStack
 
 from .parameters.sampling_params import RequestError
+from .surroundings import left
 
 _num_forks = 0
 """From the first process to this one."""
@@ -23,7 +25,8 @@ os.register_at_fork(after_in_child=_note_fork)
 class Turn:
     """Held while something is done with an engine; a thread may hold it more than once.
 
-    Threads take turns step by step, and every step takes the requests of all of them along.
+    Threads take turns step by step, and every step takes the requests of all of them along. What
+    callers set for tensors of their own does not reach inside.
     """
 
     def __init__(self) -> None:
@@ -31,6 +34,7 @@ class Turn:
         self._mutex = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
+        self._left: ExitStack | None = None
         self._queue: deque[tuple[int, threading.Lock]] = deque()
         self.is_inside: str | None = None
         """What the owner is in the middle of, where nothing else can be done."""
@@ -57,6 +61,10 @@ class Turn:
                 raise RequestError(f"an engine cannot be called from inside {self.is_inside}")
             self._depth += 1
             return
+        self._take(me)
+        self._left = left()
+
+    def _take(self, me: int) -> None:
         with self._mutex:
             if self._owner is None:
                 self._owner, self._depth = me, 1
@@ -73,6 +81,9 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
+            if self._left is not None:
+                surroundings, self._left = self._left, None
+                surroundings.close()
             with self._mutex:
                 self._hand_over()
 

@@ -103,7 +103,7 @@ class HostMappings:
 
     def allocate(self, nbytes: int, kind: Kind) -> torch.Tensor:
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -246,6 +246,6 @@ class _Placing(DispatchMode):
         if not is_new or result.device.type != "cpu" or not result.numel():
             return result
         memory = self._mappings.allocate(result.untyped_storage().nbytes(), self._kind)
-        memory.copy_(torch.empty(0, dtype=torch.uint8).set_(result.untyped_storage()))
-        strided = torch.empty(0, dtype=result.dtype)
+        memory.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(result.untyped_storage()))
+        strided = torch.empty(0, dtype=result.dtype, device="cpu")
         return strided.set_(memory.untyped_storage(), result.storage_offset(), result.size(), result.stride())

@@ -97,6 +97,7 @@ class EngineThread:
             if command is not None:
                 _carry_out(command)
         self._inboxes.tell_all(error)
+        engine.profiler.close()
 
     def _step(self, engine: TextEngine) -> list[RequestOutput]:
         """Take a step. A step that raises has ended its requests; the next one reports that. If that raises

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
+from ostinato.graphs.capturing.progress import is_terminal
+
 Shown = bool | Callable[..., Any] | None
 """Whether there is a bar: True, False, None for 'when standard error is a terminal', or a function that makes
 one, called like tqdm."""
@@ -20,7 +22,7 @@ class RequestProgress:
         self._total = total
         self._make = shown if callable(shown) else None
         self._theirs: Any = None
-        self._shown = sys.stderr.isatty() if shown is None else shown is True
+        self._shown = is_terminal(sys.stderr) if shown is None else shown is True
         self._tokens = 0
         self._started = time.perf_counter()
 

@@ -44,7 +44,7 @@ def token_id(name: str, value: object) -> int:
 
 def token_ids(name: str, of_one: str, given: object) -> list[int]:
     """Token ids in a list of their own, each once; None is no id."""
-    if not given and isinstance(given, (list, tuple, type(None))):
+    if given is None or (isinstance(given, (list, tuple)) and not given):
         return []
     return list(dict.fromkeys(token_id(of_one, value) for value in listed(name, given, "token ids")))
 
@@ -54,6 +54,8 @@ def listed(name: str, given: object, of: str) -> list[Any]:
     a text."""
     if given is None:
         return []
+    if hasattr(given, "tolist"):  # an array or a tensor: its numbers are objects of their own
+        given = given.tolist()
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise RequestError(f"{name} must be a list of {of}, not {given!r}")
     return list(given)

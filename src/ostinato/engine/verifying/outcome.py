@@ -112,7 +112,8 @@ class EngineVerification:
         return {**head, **about, "given_up": dict(self.given_up), "checks": checks}
 
     def write_json(self, file: Path) -> None:
-        """Everything, into a file."""
+        """Everything, into a file, folders included."""
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
 
     def table(self) -> Group:

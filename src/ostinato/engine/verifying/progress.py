@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Self
 
+from ostinato.graphs.capturing.progress import is_terminal
+
 
 class VerifyProgress:
     """Shows which graph is being checked; silent unless shown."""
@@ -12,7 +14,7 @@ class VerifyProgress:
     def __init__(self, total: int, shown: bool | None) -> None:
         """`shown`: True, False, or None for 'when standard error is a terminal'."""
         self._total = total
-        self._shown = sys.stderr.isatty() if shown is None else shown
+        self._shown = is_terminal(sys.stderr) if shown is None else shown
 
     def __enter__(self) -> Self:
         if self._shown:

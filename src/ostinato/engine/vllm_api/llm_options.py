@@ -68,9 +68,10 @@ class LLMOptions:
         return str(Path(folder) / f"{name}{stamp}.pt.trace.json.gz")
 
 
-def llm_options(model: str | None, options: Mapping[str, Any]) -> tuple[EngineConfig, LLMOptions]:
+def llm_options(model: str | Path | None, options: Mapping[str, Any]) -> tuple[EngineConfig, LLMOptions]:
     """Both configurations from keywords; ConfigError for one that does not exist or cannot be had."""
-    ours = translated(options)
+    given = options if model is None else {"model": model, **options}
+    ours = translated({name: _as_written(value) for name, value in given.items()})
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":  # with vLLM that is where it is asked for
         ours.setdefault("batch_invariant", True)
     own = {entry.name for entry in dataclasses.fields(LLMOptions)}
@@ -83,7 +84,13 @@ def llm_options(model: str | None, options: Mapping[str, Any]) -> tuple[EngineCo
     lists = {name: tuple(value) for name, value in ours.items() if isinstance(value, list)}
     for_engine = {name: value for name, value in {**ours, **lists}.items() if name in names}
     for_llm = LLMOptions(**{name: value for name, value in ours.items() if name in own})
-    return EngineConfig(model=model, **for_engine), for_llm
+    return EngineConfig(**for_engine), for_llm
+
+
+def _as_written(value: Any) -> Any:
+    """Paths, and torch's types and devices, as they are written on a command line; without loading torch."""
+    is_torchs = type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device")
+    return str(value).removeprefix("torch.") if is_torchs or isinstance(value, Path) else value
 
 
 def engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:

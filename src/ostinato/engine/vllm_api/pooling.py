@@ -25,6 +25,7 @@ from ..pooling_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from ..prompt_reader import check_text
 from ..text_engine import TextEngine
 from .pooling_params import PoolingParams
 from .prompt_outcomes import PromptOutcome, outcome_of, states_of
@@ -146,9 +147,11 @@ class Reader:
         if tokenizer is None:
             raise RequestError("this model has no tokenizer, and score is about texts")
         if template is None:
+            check_text(one + other)
             return {"prompt_token_ids": tokenizer.encode_pair(one, other)}
         messages = [{"role": "query", "content": one}, {"role": "document", "content": other}]
         text = tokenizer.with_chat_template(template).apply_chat_template(messages)
+        check_text(text)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def check(self, params: PoolingParams) -> None:

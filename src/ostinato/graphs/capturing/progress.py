@@ -8,13 +8,20 @@ from typing import Self
 from ..dispatching.keys import GraphKey
 
 
+def is_terminal(stream: object) -> bool:
+    """Whether somebody watches: a process may have no such stream, a closed one, or one that can do nothing
+    but write."""
+    isatty = getattr(stream, "isatty", None)
+    return isatty is not None and not getattr(stream, "closed", False) and bool(isatty())
+
+
 class CaptureProgress:
     """Shows the progress of a capture as a bar."""
 
     def __init__(self, keys: Sequence[GraphKey], shown: bool | None) -> None:
         """`shown`: True, False, or None for 'when standard error is a terminal'."""
         self._total = len(keys)
-        self._shown = sys.stderr.isatty() if shown is None else shown
+        self._shown = is_terminal(sys.stderr) if shown is None else shown
         self._started = time.perf_counter()
         self.seconds = 0.0
 

@@ -235,9 +235,9 @@ def _each_scaled(
         if field.per is not Extent.FIXED and value.is_floating_point():
             shape = [1] * value.dim()
             shape[field.dim] = value.size(field.dim)
-            factors = torch.randn(shape, generator=generator)
+            factors = torch.randn(shape, generator=generator, device="cpu")
             if with_signs:
-                factors = factors * (torch.rand(value.shape, generator=generator) - 0.5).sign()
+                factors = factors * (torch.rand(value.shape, generator=generator, device="cpu") - 0.5).sign()
             scaled[field.name] = (value.double() * factors.to(value.device)).to(value.dtype)
     return scaled
 
@@ -362,7 +362,10 @@ def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
     if not all(batch[field.name].is_floating_point() for field in blank):
         return batch
     new = {field.name: batch[field.name] for field in blank}
-    return {**batch, **{k: torch.rand(v.shape, generator=generator).to(v) for k, v in new.items()}}
+    return {
+        **batch,
+        **{k: torch.rand(v.shape, generator=generator, device="cpu").to(v) for k, v in new.items()},
+    }
 
 
 def _is_blank(value: torch.Tensor, field: Field) -> bool:

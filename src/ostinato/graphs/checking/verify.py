@@ -187,12 +187,12 @@ def _is_integer(dtype: torch.dtype) -> bool:
 def _random_values(field: Field, shape: BatchShape, generator: torch.Generator) -> torch.Tensor:
     size = field.full_shape(shape.num_tokens, shape.num_reqs)
     if field.dtype.is_floating_point or field.dtype.is_complex:
-        return torch.randn(size, generator=generator).to(field.dtype)
+        return torch.randn(size, generator=generator, device="cpu").to(field.dtype)
     if field.dtype is torch.bool:
-        return torch.rand(size, generator=generator) < 0.5
+        return torch.rand(size, generator=generator, device="cpu") < 0.5
     if field.sample is None:
-        return torch.full(size, field.pad, dtype=field.dtype)
-    return torch.randint(*field.sample, size, generator=generator, dtype=field.dtype)
+        return torch.full(size, field.pad, dtype=field.dtype, device="cpu")
+    return torch.randint(*field.sample, size, generator=generator, dtype=field.dtype, device="cpu")
 
 
 def _check(

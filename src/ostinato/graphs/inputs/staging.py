@@ -62,7 +62,10 @@ class Staging:
         self._stream = CurrentStream(device)
         count = max(2, min(64, _STAGING_BYTES // nbytes))
         self._half = count // 2
-        self._slots = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2 * self._half)]
+        self._slots = [
+            torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for _ in range(2 * self._half)
+        ]
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
         self._views: dict[tuple[int, ...], tuple[torch.Tensor, list[np.ndarray[Any, Any]]]] = {}
         self._next = 0
@@ -122,13 +125,13 @@ def as_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
 @cache
 def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The NumPy type a field's host values have."""
-    return torch.empty(0, dtype=stand_in(dtype)).numpy().dtype
+    return torch.empty(0, dtype=stand_in(dtype), device="cpu").numpy().dtype
 
 
 def raw_scalar(value: Scalar, dtype: torch.dtype) -> Any:
     """A padding value as NumPy writes it; ConfigError if the type cannot hold it."""
     try:
-        held = torch.tensor(value, dtype=dtype)
+        held = torch.tensor(value, dtype=dtype, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         raise ConfigError(f"the padding {value!r} is not a value of {dtype}") from None
     exact = held.item() == value

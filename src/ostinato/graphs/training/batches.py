@@ -89,7 +89,7 @@ class BatchKind:
                 # Batches are contiguous, and models call view() on them.
                 short[field.name] = batch[field.name].narrow(LENGTH_DIM, start, length).contiguous()
         if self._with_length:
-            short[_REAL_LENGTH] = torch.tensor(length)
+            short[_REAL_LENGTH] = torch.tensor(length, device="cpu")
         return short
 
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
@@ -119,7 +119,7 @@ class BatchKind:
         return self._names == other._names and self.signature.same_as(other.signature)
 
     def _keywords(self, leaves: dict[str, Any], length: int) -> dict[str, Any]:
-        return {**leaves, _REAL_LENGTH: torch.tensor(length)} if self._with_length else leaves
+        return {**leaves, _REAL_LENGTH: torch.tensor(length, device="cpu")} if self._with_length else leaves
 
 
 def _anything(**_: Any) -> None:

@@ -67,5 +67,5 @@ class _IndicesOnTheHostFirst(WatchingMode):
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """On the host: the same integers, or arbitrary numbers of that shape."""
     if tensor.is_floating_point():
-        return torch.empty(tensor.shape, dtype=torch.float32)
+        return torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
     return tensor.cpu()

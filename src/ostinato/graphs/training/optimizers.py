@@ -23,7 +23,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -109,14 +109,20 @@ class StaticOptimizer:
         float64, which shows if one of their parameters is as exact."""
         return torch.float64 if self.has_doubles and not self._is_fused else torch.float32
 
-    def _making_counts(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _computing_in_count_type(self) -> Iterator[None]:
         """A context in which torch's optimizers create counts in `_count_type`, also those of a parameter
-        that is trained later."""
+        that is trained later, and compute rates in it."""
         if not (self._is_static and self.is_known and self._count_type is torch.float64):
-            return nullcontext()
-        # Counts are float64 if the default type is, but changing that would affect everybody else.
-        makes: Any = type(self._optimizer)._init_group  # type: ignore[attr-defined]
-        return _replaced(makes.__globals__, "_get_scalar_dtype", lambda is_fused=None: torch.float64)
+            yield
+            return
+        # Counts are float64 if the default type is, but changing that would affect hooks and other threads.
+        names: dict[str, Any] = type(self._optimizer)._init_group.__globals__  # type: ignore[attr-defined]
+        with ExitStack() as replaced:
+            replaced.enter_context(_replaced(names, "_get_scalar_dtype", lambda is_fused=None: torch.float64))
+            if "radam" in names:  # chooses between numbers of the default type
+                replaced.enter_context(_replaced(names, "radam", _with_wide_numbers(names["radam"])))
+            yield
 
     @property
     def has_doubles(self) -> bool:
@@ -288,7 +294,7 @@ class StaticOptimizer:
         is_capturable = self._is_static and not self._is_fused
         with (
             torch.no_grad(),
-            self._making_counts(),
+            self._computing_in_count_type(),
             _capturable_on_a_cpu() if is_capturable and self._device.type == "cpu" else nullcontext(),
         ):
             self._optimizer.step()
@@ -428,6 +434,20 @@ _patching = threading.RLock()
 def _capturable_on_a_cpu() -> AbstractContextManager[None]:
     """Capturable optimizers work on any device, but refuse a CPU unless they seem to be compiled."""
     return _replaced(vars(torch.compiler), "is_compiling", lambda: True)
+
+
+def _with_wide_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called while float64 is the default type."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return called
 
 
 @contextmanager

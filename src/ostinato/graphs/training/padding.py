@@ -228,10 +228,12 @@ class PaddingTrial:
             loss = self._loss_of(kind, tensors)
         own, parameters = self._parameters_behind(loss)
         if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
-            return _Seen(loss.detach(), torch.zeros(0), self._trials.changes())  # such hooks may train
+            return _Seen(
+                loss.detach(), torch.zeros(0, device="cpu"), self._trials.changes()
+            )  # such hooks may train
         with none_yet(parameters):
             loss.backward()  # type: ignore[no-untyped-call]
-            norms = [torch.zeros(()), *(_norm(parameter.grad) for parameter in own)]
+            norms = [torch.zeros((), device="cpu"), *(_norm(parameter.grad) for parameter in own)]
         return _Seen(loss.detach(), torch.stack(norms), self._trials.changes())
 
     def _differentiate(self, loss: torch.Tensor) -> None:
@@ -287,7 +289,7 @@ def _switched_on(tensor: torch.Tensor) -> torch.Tensor:
 
 def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
     if gradient is None:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     dense = gradient.to_dense()
     return (dense.abs() if dense.is_complex() else dense).float().norm().cpu()
 

@@ -49,7 +49,7 @@ class UserFlags:
         """The rate as given, as a number, unless another one was written to the device since."""
         given, found = self.rates.get(number), float(rate)
         if given is not None and isinstance(rate, torch.Tensor):
-            return given if float(torch.tensor(given, dtype=rate.dtype)) == found else found
+            return given if float(torch.tensor(given, dtype=rate.dtype, device="cpu")) == found else found
         return found
 
 

@@ -97,7 +97,9 @@ class FirstRun:
         draws = first.draws_from_default
         try:
             if draws:
-                torch.rand(1)  # begin elsewhere: a step that ends in the same place anyway has seeded
+                torch.rand(
+                    1, device="cpu"
+                )  # begin elsewhere: a step that ends in the same place anyway has seeded
             _run(function, signature, batch, second)
             self.changes, assigned = before.changed(), before.assigned()
             carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})

@@ -226,19 +226,23 @@ class Examples:
 
     def dummy(self, descriptor: BatchDescriptor) -> Batch:
         """As many rows as the rung has, repeating the example's."""
-        return self._rows(torch.arange(descriptor.num_tokens))
+        return self._rows(torch.arange(descriptor.num_tokens, device="cpu"))
 
     def random(self, shape: BatchShape, generator: torch.Generator) -> Batch:
         """Rows drawn from the example, with noise on floating ones; integers anew, between its extremes."""
-        batch = dict(self._rows(torch.randint(1 << 30, (shape.num_tokens,), generator=generator)))
+        batch = dict(
+            self._rows(torch.randint(1 << 30, (shape.num_tokens,), generator=generator, device="cpu"))
+        )
         for field in self._fields:
             value, seen = batch[field.name], self._batch[field.name]
             if field.dtype.is_floating_point:
-                noise = torch.randn(value.shape, generator=generator)
+                noise = torch.randn(value.shape, generator=generator, device="cpu")
                 noise = noise.to(value.device, value.dtype)
                 batch[field.name] = (value.double() + noise.double()).to(value.dtype)
             elif field.per is Extent.TOKEN and field.dtype is not torch.bool and not field.dtype.is_complex:
-                drawn = torch.randint(int(seen.min()), int(seen.max()) + 1, value.shape, generator=generator)
+                drawn = torch.randint(
+                    int(seen.min()), int(seen.max()) + 1, value.shape, generator=generator, device="cpu"
+                )
                 batch[field.name] = drawn.to(value.device, value.dtype)
         return batch
 

@@ -57,6 +57,15 @@ def require_matplotlib() -> None:
         ) from error
 
 
+def check_picture(file: Path) -> None:
+    """BenchError if no picture can be drawn into this file, by its name."""
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if file.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise BenchError(f"{file} is no picture by its name: end it in .png")
+
+
 def _axes(count: int) -> tuple[Figure, list[Axes]]:
     require_matplotlib()
     from matplotlib.figure import Figure

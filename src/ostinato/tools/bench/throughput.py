@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 
 from .check import check_tokens, tokens_hash
 from .contest import OURS, Contestant, Run, compete, ours
+from .errors import BenchError
 from .peer_figures import throughput_figures
 from .peers.process import peer
 from .results import head, make_table
@@ -31,6 +32,8 @@ def bench_throughput(
     figures: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Serve `Workload.mixed`; with a peer, both sides and their ratio."""
+    if not scale > 0:
+        raise BenchError(f"scale must be above 0, not {scale:g}")
     workload = Workload.mixed(num_prompts, subject.shape.vocab_size, scale)
     result = head(
         "throughput",
