@@ -349,6 +349,31 @@ def test_what_the_caller_sets_for_its_own_tensors_does_not_matter(
         assert not other.graph_report().eager_steps
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_type_does_not_matter(llm: LLM, tiny_text: TinyModel, dtype: torch.dtype) -> None:
+    asked = [
+        SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=1, max_tokens=6, logprobs=2),
+        SamplingParams(temperature=1.1, presence_penalty=0.7, repetition_penalty=1.2, seed=2, max_tokens=6),
+        SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=list(range(60)), max_tokens=6),
+        SamplingParams(temperature=0.8, min_p=0.05, logit_bias={5: 3.0, 6: -100.0}, seed=3, max_tokens=6),
+    ]
+
+    def answers(of: LLM) -> list[Any]:
+        outputs = of.generate([GOOD[0]] * len(asked), asked)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    expected, embedding = answers(llm), llm.embed(GOOD[1])[0].outputs.embedding
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with LLM(tiny_text.directory, **SMALL) as other:
+            assert answers(other) == expected
+            assert other.embed(GOOD[1])[0].outputs.embedding == embedding
+            assert other.verify().passed
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_use_after_close(tiny_text: TinyModel) -> None:
     llm = LLM(tiny_text.directory, **SMALL)
     begun = llm.stream(GOOD[0], LONG)

@@ -73,8 +73,7 @@ def _adjusted(logits: Tensor, rows: Tensor, asked: Asked, tokens: Tensor | None)
     logits = torch_reference.add_bias(logits, asked.bias_ids[rows].long(), asked.bias_values[rows])
     banned = asked.banned[rows].long()
     is_early = asked.lengths[rows] < asked.banned_before[rows]
-    cost = torch.where((banned >= 0) & is_early.unsqueeze(1), float("-inf"), 0.0)
-    logits = torch_reference.add_bias(logits, banned.clamp(min=0), cost)
+    logits = torch_reference.ban(logits, banned.clamp(min=0), (banned >= 0) & is_early.unsqueeze(1))
     generated = asked.generated[rows]
     if tokens is not None:
         generated.scatter_add_(1, tokens.unsqueeze(1), torch.full_like(generated[:, :1], -1))

@@ -101,7 +101,7 @@ class BorrowedPages:
     def errors(self, slots: Tensor) -> Tensor:
         """The largest error of a token's keys or values in any layer, relative to their length, by slot."""
         places = self._places(slots)
-        largest = torch.zeros(slots.numel(), device=slots.device)
+        largest = torch.zeros(slots.numel(), dtype=torch.float32, device=slots.device)
         for cache, expected in zip(self._caches, self._expected, strict=True):
             found = cache.flatten(0, 1).index_select(0, places).flatten(1).float()
             right = expected.flatten(0, 1).index_select(0, slots).flatten(1).float()

@@ -83,8 +83,11 @@ def _random(model: Transformer, rank: int, generator: torch.Generator) -> Adapte
         weight, dtype = linear.weight, linear.weight.dtype
         parts = []
         for rows in linear.parts or (weight.size(0),):
-            a = torch.randn(rank, weight.size(1), generator=generator) * weight.size(1) ** -0.5
-            b = torch.randn(rows, rank, generator=generator) * _SIZE
+            a = (
+                torch.randn(rank, weight.size(1), generator=generator, dtype=torch.float32)
+                * weight.size(1) ** -0.5
+            )
+            b = torch.randn(rows, rank, generator=generator, dtype=torch.float32) * _SIZE
             parts.append(LowRank(a.to(dtype), b.to(dtype)))
         layers[name] = tuple(parts)
     return Adapter(layers, rank, b"")

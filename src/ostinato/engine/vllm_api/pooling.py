@@ -168,7 +168,7 @@ class Reader:
     def _data(self, outcomes: list[PromptOutcome], wanted: list[PoolingParams]) -> list[Tensor]:
         if wanted and wanted[0].task == "classify":
             return self._classes(outcomes, wanted)
-        return [torch.tensor(vector) for vector in self._vectors(outcomes, wanted)]
+        return [torch.tensor(vector, dtype=torch.float32) for vector in self._vectors(outcomes, wanted)]
 
     def _states(
         self, prompts: list[Any], alone: bool = False, *, adapters: AskedAdapters = None
@@ -231,7 +231,7 @@ class Reader:
         found = []
         for outcome, params in zip(outcomes, wanted, strict=True):
             if outcome.states is None:
-                found.append(torch.empty(0))
+                found.append(torch.empty(0, dtype=torch.float32))
                 continue
             found.append(judged(model, outcome.states, activates=params.activates))
         return found

@@ -93,7 +93,7 @@ class PyNcclCommunicator:
         else:
             id = unique_id(group.received(0))
         self._communicator = Communicator(id, self.rank, self.world_size, self.device)
-        self._communicator.sum_floats(torch.zeros(1, device=self.device))
+        self._communicator.sum_floats(torch.zeros(1, dtype=torch.float32, device=self.device))
         torch.cuda.current_stream(self.device).synchronize()
 
     def broadcast(self, tensor: Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:

@@ -55,7 +55,7 @@ class StatelessGroup:
         )
         communicator = Communicator(unique_id(store.get(_ID_KEY)), place.rank, place.world_size, self.device)
         with self.arriving():
-            communicator.sum_floats(torch.zeros(1, device=self.device))
+            communicator.sum_floats(torch.zeros(1, dtype=torch.float32, device=self.device))
             torch.cuda.current_stream(self.device).synchronize()
         self._store = store
         return communicator

@@ -159,7 +159,7 @@ def adjusted(logits: Tensor, rows: Tensor, asked: Asked) -> Tensor:
     # Lengths say where the new tokens will stand: behind all that the forward pass has just computed.
     is_early = asked.lengths[rows] < asked.banned_before[rows]
     is_banned = (banned >= 0) & is_early.unsqueeze(1)
-    logits = torch_reference.add_bias(logits, banned.clamp(min=0), torch.where(is_banned, float("-inf"), 0.0))
+    logits = torch_reference.ban(logits, banned.clamp(min=0), is_banned)
     penalised = has_penalties(asked, rows).nonzero().squeeze(1)
     if penalised.numel():
         of = rows[penalised]

@@ -98,6 +98,12 @@ def add_bias(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
     return logits.scatter_add(1, token_ids, values)
 
 
+def ban(logits: Tensor, token_ids: Tensor, is_banned: Tensor) -> Tensor:
+    """Logits, but -inf at those of token_ids int64 [n, width] for which is_banned [n, width] holds."""
+    costs = torch.zeros_like(token_ids, dtype=logits.dtype).masked_fill(is_banned, float("-inf"))
+    return add_bias(logits, token_ids, costs)
+
+
 def allow(logits: Tensor, masks: Tensor) -> Tensor:
     """Logits with -inf for tokens whose bit in masks int32 [n, words] is not set, the lowest bit first."""
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)

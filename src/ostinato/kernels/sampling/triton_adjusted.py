@@ -176,11 +176,11 @@ def draw_adjusted(logits: Tensor, rows: Tensor, places: Tensor, asked: Asked, *,
     num_rows, width, device = rows.size(0), logits.size(1), logits.device
     block, group = triton_cuts.block_of(width), triton_cuts.group_of()
     num_blocks = cdiv(width, block)
-    drawn = torch.empty(num_rows, num_blocks, device=device)
+    drawn = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     drawn_at = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
     arrived = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
     surveyed = Surveyed.empty(num_rows if has_filters else 0, width, device)
-    adjusted = torch.empty(num_rows if has_filters else 0, width, device=device)
+    adjusted = torch.empty(num_rows if has_filters else 0, width, dtype=torch.float32, device=device)
     _adjusted_best_of_block[(num_blocks, num_rows)](
         logits,
         rows,

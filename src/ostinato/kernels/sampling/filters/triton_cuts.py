@@ -61,7 +61,7 @@ class Surveyed(NamedTuple):
         """Room for it."""
         num_groups, num_blocks = cdiv(width, _GROUP), cdiv(width, block_of(width))
         sizes = (num_groups, num_blocks, num_blocks, num_blocks)
-        return cls(*(torch.empty(num_rows, size, device=device) for size in sizes))
+        return cls(*(torch.empty(num_rows, size, dtype=torch.float32, device=device) for size in sizes))
 
 
 class Verdicts(NamedTuple):
@@ -77,7 +77,7 @@ class Verdicts(NamedTuple):
         """Room for them."""
         num_blocks = cdiv(width, block_of(width))
         return cls(
-            torch.empty(num_rows, num_blocks, device=device),
+            torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.int32, device=device),
         )
 
