@@ -27,7 +27,7 @@ from .test_engine_greedy import SMALL
         ({"mem_fraction": 1.5}, r"mem_fraction must be in \(0, 1\], not 1.5"),
         ({"device": "abacus"}, "unknown device 'abacus': use auto, cpu, cuda"),
         ({"steps_ahead": 2}, "steps_ahead must be 0 or 1"),
-        ({"cuda_graph_bs": [1, 99]}, "cuda_graph_bs reaches 99, at most 16 requests ever run"),
+        ({"cuda_graph_bs": [1, 99]}, "cuda_graph_bs reaches 99, but at most 16 requests run"),
         ({"cuda_graph_bs": [1], "cuda_graph_max_bs": 2}, "not both: a list has its own maximum"),
         ({"cuda_graph_bs": []}, "at least one size"),
         ({"cuda_graph_prefill_tokens": [0, 8]}, "positive integer, not 0"),
