@@ -1,4 +1,4 @@
-"""Keywords of `LLM`: ours or those of vLLM and SGLang, sorted into the engine's and `LLM`'s own."""
+"""Keywords of `LLM`, in Ostinato's, vLLM's or SGLang's names, sorted into the engine's and `LLM`'s own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..peer_options.translation import translated
 
 @dataclass(frozen=True)
 class LLMOptions:
-    """What can be set about an `LLM` that is not about its engine."""
+    """Options of an `LLM` that do not concern its engine."""
 
     chat_template: str | None = None
     """A file with a chat template, or the template itself, for `chat`; default: the model's own."""
@@ -48,11 +48,11 @@ class LLMOptions:
         for name in ("chat_template", "served_model_name", "profile_dir"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | Path):
-                raise ConfigError(f"{name} must be a text, not {value!r}")
+                raise ConfigError(f"{name} must be a string, not {value!r}")
 
     @property
     def template(self) -> str | None:
-        """The source of `chat_template`; ConfigError if there is none."""
+        """The source of `chat_template`. Raises ConfigError if there is none."""
         if self.chat_template is None:
             return None
         try:
@@ -61,7 +61,7 @@ class LLMOptions:
             raise ConfigError(f"chat_template: {error}") from error
 
     def trace_file(self, prefix: str | None) -> str:
-        """Where the next profile goes."""
+        """The file of the next profile."""
         folder = self.profile_dir or os.environ.get("VLLM_TORCH_PROFILER_DIR") or "profiles"
         name = f"{prefix}-" if prefix else ""
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}"
@@ -69,16 +69,16 @@ class LLMOptions:
 
 
 def llm_options(model: str | None, options: Mapping[str, Any]) -> tuple[EngineConfig, LLMOptions]:
-    """Both configurations from keywords; ConfigError for one that does not exist or cannot be had."""
+    """Both configurations from keywords. Raises ConfigError for unknown and unsupported ones."""
     ours = translated(options)
-    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":  # with vLLM that is where it is asked for
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":  # vLLM's way to request it
         ours.setdefault("batch_invariant", True)
     own = {entry.name for entry in dataclasses.fields(LLMOptions)}
     names = [entry.name for entry in dataclasses.fields(EngineConfig)]
     for name in ours:
         if name not in names and name not in own:
             near = difflib.get_close_matches(name, [*names, *own], n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
             raise ConfigError(f"unknown option {name!r}: {advice}")
     lists = {name: tuple(value) for name, value in ours.items() if isinstance(value, list)}
     for_engine = {name: value for name, value in {**ours, **lists}.items() if name in names}
@@ -87,5 +87,5 @@ def llm_options(model: str | None, options: Mapping[str, Any]) -> tuple[EngineCo
 
 
 def engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The engine's part of them alone."""
+    """Only the engine's part of them."""
     return llm_options(model, options)[0]

@@ -1,4 +1,4 @@
-"""How a prompt becomes a vector or scores, per request; the fields carry vLLM's names."""
+"""How a request's prompt is turned into a vector or scores; the fields have vLLM's names."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class PoolingParams:
 
     @property
     def activates(self) -> bool:
-        """Whether scores become probabilities."""
+        """Whether scores are turned into probabilities."""
         return self.use_activation is not False
 
     @property
     def normalizes(self) -> bool:
-        """Whether an embedding gets length 1."""
+        """Whether embeddings are scaled to length 1."""
         chosen = self.normalize if self.normalize is not None else self.use_activation
         return chosen is not False
