@@ -144,7 +144,7 @@ class SamplingParams:
     """Arbitrary values of the caller, kept with the request; Ostinato itself does not read them."""
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else listed("stop", self.stop, "texts")
+        self.stop = [self.stop] if isinstance(self.stop, str) else listed("stop", self.stop, "strings")
         self.stop_token_ids = token_ids("stop_token_ids", "a stop token id", self.stop_token_ids)
         self.seed = None if self.seed == -1 else self.seed
         for name in _FLAGS:
@@ -215,7 +215,7 @@ class SamplingParams:
                 raise RequestError("allowed_token_ids is empty and allows no token; None allows all")
             self.allowed_token_ids = allowed
         if self.bad_words is not None:
-            self.bad_words = [_bad_word(word) for word in listed("bad_words", self.bad_words, "texts")]
+            self.bad_words = [_bad_word(word) for word in listed("bad_words", self.bad_words, "strings")]
         if self.logits_processors is not None:
             self.logits_processors = listed("logits_processors", self.logits_processors, "functions")
             for given in self.logits_processors:
