@@ -316,7 +316,8 @@ class TextEngine:
         """Release memory; `tell` gets the outputs that change on the way.
 
         Mode says what happens to unfinished requests: wait serves them to the end first, keep continues them
-        after `wake_up`, abort ends them now."""
+        after `wake_up`, abort ends them now.
+        """
         with self.turn:
             self.core.sleeper.check(level, mode)
             self._quiet_down(mode, tell)

@@ -37,7 +37,7 @@ _MOST_CULPRITS = 2
 _MOST_NURSERIES = 3
 _MOST_IDLE = 32
 _SOON = 0.1
-"""Seconds after which a process that no text needs is no longer kept."""
+"""Seconds: a process that no text needs any more is not kept if it has owed an answer for longer."""
 
 
 class GrammarHost:

@@ -106,7 +106,7 @@ class GrammarProcess:
         """The slot in which a text with these tokens begins; None if all slots are taken.
 
         The answer comes under number `question`. A long text is several questions; once one of them is
-        refused, so are the following ones.
+        answered with anything but FOLLOWS, so are the following ones.
         """
         if not self._free_slots:
             return None

@@ -1,7 +1,7 @@
 """Checksums of the files of a folder, written when it is made and compared at every start.
 
 Note [Which sums]
-CRC-32 finds every run of up to 32 flipped bits, and all but one in four billion of other damages; it is no
+CRC-32 finds every run of up to 32 flipped bits, and all but one in four billion of all other damage; it is no
 defence against someone who writes the sums too. Sums are of pieces, so that all cores share a large file. A
 modification time would show less: it stays the same when a disk or a copy damages bits.
 """

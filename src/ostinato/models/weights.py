@@ -215,7 +215,7 @@ def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
             raise WeightsError(f"{index} is not a readable index: {error!r}") from error
         absent = [file.name for file in files if not file.is_file()]
         if single.is_file() and single not in files:
-            # Saving in one way after the other leaves the old files behind, as transformers does.
+            # Saving one way over the other leaves the old files behind: transformers does this.
             if len(absent) == len(files):
                 return {single: None}
             raise WeightsError(

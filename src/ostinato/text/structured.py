@@ -17,23 +17,23 @@ class StructuredOutputs:
     """Exactly one of these must be set; names and order are vLLM's."""
 
     json: Any = None
-    """A JSON schema: as text, as an object, or a pydantic model whose schema is meant."""
+    """A JSON schema: as a string, as an object, or as a pydantic model."""
     regex: str | None = None
     """A regular expression that the whole text matches."""
     choice: Sequence[str] | None = None
-    """Texts of which the answer is one."""
+    """The possible answers."""
     grammar: str | None = None
     """A context-free grammar in EBNF, beginning at the rule `root`."""
     json_object: bool | None = None
     """Any JSON object."""
     disable_any_whitespace: bool = False
-    """Refused: blank space between the parts of JSON is the model's choice."""
+    """Refused: whitespace between the parts of JSON is the model's choice."""
     disable_additional_properties: bool = False
-    """Changes nothing: objects have the properties of their schema and no others, unless it allows them."""
+    """No effect: objects have only the properties in their schema, unless it allows others."""
     whitespace_pattern: str | None = None
     """Refused, as above."""
     structural_tag: str | None = None
-    """Free text with parts in it that keep to schemas, in xgrammar's JSON."""
+    """Free text with parts that follow schemas, in xgrammar's JSON."""
 
     def __post_init__(self) -> None:
         if self.choice is not None:

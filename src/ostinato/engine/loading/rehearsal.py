@@ -121,7 +121,7 @@ class Rehearsal:
 
 
 def _start_libraries(runner: ModelRunner) -> None:
-    """Let torch and cuBLAS do their first-run work now, as steps would trigger it: a quarter of a second.
+    """Let torch and cuBLAS do their first-run work, a quarter of a second, now and not in the first steps.
 
     It does not need Triton, which is being imported at the same time.
     """

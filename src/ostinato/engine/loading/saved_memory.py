@@ -62,7 +62,7 @@ class SavedMemory:
                 setattr(module, name, place.copy_(buffer))
 
     def clear_at_wake(self, kv: KVCache) -> None:
-        """Clear page 0 when it is restored: padding reads it, and values that attention multiplies by 0 must
-        not be NaN."""
+        """Zero the KV cache when it is restored: padding reads page 0, and values that attention multiplies
+        by 0 must not be NaN."""
         pages = list(kv.named_tensors().values())
         self.saver.on_resume("kv_cache", lambda: torch._foreach_zero_(pages))

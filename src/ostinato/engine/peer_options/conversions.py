@@ -81,9 +81,7 @@ def profiler_config(value: Any) -> Converted:
             found[_PROFILER_KEYS[key]] = given
         elif given not in (None, False) and (key, given) != ("profiler", "torch"):
             known = ", ".join(_PROFILER_KEYS)
-            raise ConfigError(
-                f"profiler_config: {key}={given!r} is not supported; supported: {known} (torch's profiler)"
-            )
+            raise ConfigError(f"profiler_config: {key}={given!r} is not supported: use only {known}")
     return found
 
 

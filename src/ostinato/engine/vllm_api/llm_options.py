@@ -29,14 +29,14 @@ class LLMOptions:
     served_model_name: str | None = None
     """The model's name in `get_metrics`; default: the name of its directory."""
     pooling: str | None = None
-    """Where `embed` takes the state of a prompt from: its last token, or the mean of all. Default: as
-    sentence-transformers saved it beside the model, else the last."""
+    """Which state `embed` takes for a prompt: that of its last token, or the mean of all. Default: as
+    sentence-transformers saved it with the model, otherwise the last."""
     profile_dir: str | None = None
-    """Where `start_profile` leaves its traces; default: VLLM_TORCH_PROFILER_DIR, else profiles."""
+    """Folder for the traces of `start_profile`; default: VLLM_TORCH_PROFILER_DIR, otherwise profiles."""
     profile_delay: int = 0
-    """Steps behind `start_profile` that are not recorded."""
+    """Number of steps after `start_profile` that are not recorded."""
     profile_steps: int = 0
-    """Steps to be recorded; 0: all until `stop_profile`."""
+    """Number of recorded steps; 0: all until `stop_profile`."""
 
     def __post_init__(self) -> None:
         if self.pooling is not None and self.pooling not in POOLINGS:

@@ -12,13 +12,13 @@ class PoolingParams:
     """Parameters of `embed`, `encode`, `classify` and `score`."""
 
     dimensions: int | None = None
-    """Keep so many numbers of an embedding, its first ones (for models trained that way); None: all."""
+    """Keep only the first numbers of an embedding, this many (for models trained that way); None: all."""
     normalize: bool | None = None
     """Scale an embedding to length 1, which is the default."""
     use_activation: bool | None = None
-    """Of scores: probabilities (the default) instead of logits; of embeddings: the same as `normalize`."""
+    """For scores: probabilities (the default) instead of logits; for embeddings: the same as `normalize`."""
     task: str | None = None
-    """What is asked for: embed, classify, score; the method that is called says it too."""
+    """embed, classify or score; the called method determines it too."""
 
     def __post_init__(self) -> None:
         wrong = self.dimensions is not None and (
