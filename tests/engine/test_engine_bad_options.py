@@ -16,7 +16,7 @@ from .test_engine_greedy import SMALL
     ("options", "message"),
     [
         ({"max_modle_len": 5}, "unknown option 'max_modle_len': did you mean max_model_len"),
-        ({"xyzzy": 5}, "unknown option 'xyzzy': there are model, dtype"),
+        ({"xyzzy": 5}, "unknown option 'xyzzy': use one of model, dtype"),
         ({"max_model_len": 4096}, "max_model_len 4096 is beyond the model's own limit of 128"),
         ({"max_model_len": 0}, "max_model_len must be at least 1, not 0"),
         ({"max_running_requests": -1}, "max_running_requests must be at least 1"),
