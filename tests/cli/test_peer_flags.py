@@ -95,7 +95,7 @@ def test_a_json_object_becomes_ours() -> None:
         ("--max-num-seqs many", "--max-num-seqs: 'many' is not a whole number"),
         ("--max-num-seqs", "--max-num-seqs needs a value"),
         ("--max-num-seqs 4 --max-num-seqs", "needs a value"),
-        ("--enforce-eager=maybe", "--enforce-eager is true or false, not 'maybe'"),
+        ("--enforce-eager=maybe", "--enforce-eager must be true or false, not 'maybe'"),
         ("--gpu-memory-utilization 0.5 --mem-fraction-static 0.6", "not both: they mean the same"),
         ("--mem-fraction 0.5 --gpu-memory-utilization 0.5", "--mem-fraction was given twice, once as --gpu-"),
         ("-cc.splitting=1", "compilation_config: 'splitting' is not supported"),

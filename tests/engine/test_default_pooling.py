@@ -52,7 +52,7 @@ def test_pooling_is_read(
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, MODULES, "asks for cls_token:"),
         ({"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True}, MODULES, "max and mean:"),
         ({}, MODULES, "asks for no pooling"),
-        ({"pooling_mode_lasttoken": True}, [*MODULES, DENSE], "before the Dense of modules.json"),
+        ({"pooling_mode_lasttoken": True}, [*MODULES, DENSE], "Dense in modules.json is not computed"),
     ],
 )
 def test_what_is_not_computed_is_said(

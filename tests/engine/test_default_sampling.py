@@ -78,7 +78,7 @@ def test_the_default_model_has_those_of_its_card(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"generation_config": "nowhere"}, "there is no nowhere/generation_config.json; use auto, none"),
-        ({"override_generation_config": {"beams": 2}}, "'beams' is not supported; there are temperature"),
+        ({"override_generation_config": {"beams": 2}}, "'beams' is not supported; supported: temperature"),
         ({"override_generation_config": {"top_p": 2}}, "override_generation_config: top_p must be above 0"),
     ],
 )

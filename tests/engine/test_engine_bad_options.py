@@ -16,7 +16,7 @@ from .test_engine_greedy import SMALL
     ("options", "message"),
     [
         ({"max_modle_len": 5}, "unknown option 'max_modle_len': did you mean max_model_len"),
-        ({"xyzzy": 5}, "unknown option 'xyzzy': there are model, dtype"),
+        ({"xyzzy": 5}, "unknown option 'xyzzy': use one of model, dtype"),
         ({"max_model_len": 4096}, "max_model_len 4096 is beyond the model's own limit of 128"),
         ({"max_model_len": 0}, "max_model_len must be at least 1, not 0"),
         ({"max_running_requests": -1}, "max_running_requests must be at least 1"),
@@ -28,7 +28,7 @@ from .test_engine_greedy import SMALL
         ({"device": "abacus"}, "unknown device 'abacus': use auto, cpu, cuda"),
         ({"device": "mps"}, "unknown device 'mps': use auto, cpu, cuda"),
         ({"steps_ahead": 2}, "steps_ahead must be 0 or 1"),
-        ({"cuda_graph_bs": [1, 99]}, "cuda_graph_bs reaches 99, at most 16 requests ever run"),
+        ({"cuda_graph_bs": [1, 99]}, "cuda_graph_bs reaches 99, but at most 16 requests run"),
         ({"cuda_graph_bs": [1], "cuda_graph_max_bs": 2}, "not both: a list has its own maximum"),
         ({"cuda_graph_bs": []}, "at least one size"),
         ({"cuda_graph_prefill_tokens": [0, 8]}, "positive integer, not 0"),

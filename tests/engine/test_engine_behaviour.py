@@ -97,7 +97,7 @@ def test_aborting_a_prompt_ends_all_its_completions(llm: LLM) -> None:
 def test_a_taken_name_of_a_completion_leaves_nothing_behind(llm: LLM) -> None:
     taken = llm.engine.add(PROMPTS[0], GREEDY, "mine.1")
     try:
-        with pytest.raises(RequestError, match="served already"):
+        with pytest.raises(RequestError, match="already being served"):
             llm.engine.add(PROMPTS[0], SamplingParams(n=2, max_tokens=40), "mine")
         assert len(llm.engine.core.scheduler.waiting) == 1
     finally:
@@ -221,7 +221,7 @@ def test_an_abort_at_any_step_keeps_what_there_is_and_disturbs_nobody(
 
 def test_names_are_unique_while_they_are_served(llm: LLM) -> None:
     output = llm.engine.add(PROMPTS[0], GREEDY, "mine")
-    with pytest.raises(RequestError, match="request mine is being served already: choose another id"):
+    with pytest.raises(RequestError, match="request mine is already being served: choose another id"):
         llm.engine.add(PROMPTS[1], GREEDY, "mine")
     while not output.finished:
         llm.engine.step()

@@ -78,9 +78,9 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "not-numbers": ({"prompt_token_ids": ["x"]}, "must be a list of integers"),
     "nested": ({"prompt_token_ids": [[1, 2]]}, "must be a list of integers"),
     "no-list": ({"prompt_token_ids": None}, "must be a list of integers"),
-    "no-known-key": ({"text": "Hello"}, "a prompt is a text or {'prompt_token_ids': [...]}"),
-    "a-number": (17, "a prompt is a text or"),
-    "nothing": (None, "a prompt is a text or"),
+    "no-known-key": ({"text": "Hello"}, "a prompt must be a string or {'prompt_token_ids': [...]}"),
+    "a-number": (17, "a prompt must be a string or"),
+    "nothing": (None, "a prompt must be a string or"),
 }
 
 
@@ -96,8 +96,8 @@ def test_a_bad_prompt(llm: LLM, tiny_text: TinyModel, name: str) -> None:
         ({"prompt_token_ids": "123"}, "list of integers"),
         ({"prompt_token_ids": [1.7]}, "list of integers"),
         ({"prompt_token_ids": ["12"]}, "list of integers"),
-        ({"prompt": None}, "a prompt is a text"),
-        ({"prompt": 5}, "a prompt is a text"),
+        ({"prompt": None}, "a prompt must be a string"),
+        ({"prompt": 5}, "a prompt must be a string"),
     ],
     ids=["text", "fraction", "digits", "prompt-none", "prompt-number"],
 )
@@ -120,7 +120,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "repetition": ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
     "presence": ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2"),
     "logprobs": ({"logprobs": -2}, "logprobs must be at least 0, -1 for all, or None"),
-    "stop": ({"stop": [""]}, "a stop string must be a non-empty text"),
+    "stop": ({"stop": [""]}, "a stop string must be a non-empty string"),
     "logit_bias": ({"logit_bias": {3: 101.0}}, "logit_bias of token 3 must be from -100 to 100"),
 }
 
@@ -218,7 +218,7 @@ def test_text_for_a_model_without_a_tokenizer(shallow: TinyModel) -> None:
     with LLM(shallow.directory, **SMALL) as llm:
         assert_refused_alone(llm, shallow, "Hello", "no tokenizer: give {'prompt_token_ids': [...]}")
         stops = SamplingParams(temperature=0, max_tokens=TOKENS, stop="x")
-        assert_refused_alone(llm, shallow, GOOD[0], "this model has no tokenizer", stops)
+        assert_refused_alone(llm, shallow, GOOD[0], "stop strings need a tokenizer", stops)
         assert llm.graph_report().eager_steps == {}
 
 

@@ -192,5 +192,5 @@ def test_a_table_of_another_gpu_is_used_with_a_warning(tmp_path, caplog):
 def test_on_a_cpu_there_is_nothing_to_choose(monkeypatch, tmp_path):
     monkeypatch.setenv(TABLE_VARIABLE, str(tmp_path / "absent.json"))
     use_table_of_user(None, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="kernels of a GPU"):
+    with pytest.raises(ConfigError, match="kernel_table needs a GPU"):
         use_table_of_user(str(tmp_path / "absent.json"), torch.device("cpu"))

@@ -90,7 +90,7 @@ def test_what_cannot_be_followed_is_refused(tiny_text: TinyModel, tiny: TinyMode
         assert good.outputs[0].text.isdecimal()
     with LLM(tiny.directory, **SMALL) as llm, pytest.raises(RequestError, match="no tokenizer"):
         llm.generate({"prompt_token_ids": [1]}, params(StructuredOutputs(json_object=True)))
-    with pytest.raises(GrammarError, match="want one of"):
+    with pytest.raises(GrammarError, match="need exactly one of"):
         StructuredOutputs()
     with pytest.raises(GrammarError, match="json_object and regex"):
         StructuredOutputs(json_object=True, regex="x")

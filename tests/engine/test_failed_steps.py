@@ -294,5 +294,5 @@ def test_what_is_only_tidied_up_behind_a_launch_takes_nobody_along(
         assert catch_up.call_count > 10
         assert tokens_of(outputs) == wanted
         assert not [output.error for output in outputs if output.error]
-        assert ("could not be entered as blocks" in caplog.text) == (error is MemoryError)
+        assert ("could not be indexed in blocks" in caplog.text) == (error is MemoryError)
         assert_all_back(llm)

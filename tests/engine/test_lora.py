@@ -324,7 +324,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "output layer": (
         None,
         {"target_modules": ["q_proj", "v_proj", "lm_head"]},
-        "target_modules contain lm_head, which adapters cannot change; target modules can be down_proj",
+        "target_modules contain lm_head, which adapters cannot change; supported target modules are",
     ),
     "embeddings by a pattern": (
         None,
@@ -342,7 +342,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "not finite": (
         lambda t: t[f"{LAYER}.lora_A.weight"][3, 5].fill_(torch.nan),
         {},
-        "matrix A of layer .*q_proj has numbers that are not finite in torch.float32",
+        "matrix A of layer .*q_proj has values that are not finite in torch.float32",
     ),
     "too large once scaled": (
         lambda t: t[f"{LAYER}.lora_B.weight"].fill_(3e38),
@@ -380,7 +380,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
         lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}),
         {},
         "lm_head is not a layer of LlamaForCausalLM that an adapter can change; "
-        "target modules can be down_proj",
+        "supported target modules are down_proj",
     ),
     "embeddings": (
         lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 32)}),

@@ -157,11 +157,11 @@ def test_names_of_our_own_and_of_nobody_pass() -> None:
         ({"max_num_partial_prefills": 2}, "max_num_partial_prefills can only be 1, not 2"),
         ({"max_long_partial_prefills": 4}, "max_long_partial_prefills can only be 1, not 4"),
         ({"quantization": "awq"}, "quantization is not supported: weights are"),
-        ({"hf_overrides": str}, "hf_overrides is a mapping of fields of config.json here, not a function"),
+        ({"hf_overrides": str}, "hf_overrides must be a mapping of fields of config.json, not a function"),
         ({"rope_theta": 1e6}, "rope_theta is not supported: give hf_overrides"),
         ({"host": "0.0.0.0"}, "host is an option of the server"),
         ({"mem_fraction": 0.5, "gpu_memory_utilization": 0.6}, "give mem_fraction or gpu_memory_utilization"),
-        ({"compilation_config": "x"}, "compilation_config is an object or a level"),
+        ({"compilation_config": "x"}, "compilation_config must be an object or a level"),
         ({"compilation_config": {"x": 1}}, "compilation_config: 'x' is not supported"),
     ],
 )

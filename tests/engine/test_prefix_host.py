@@ -123,7 +123,7 @@ def test_a_list_with_something_else_among_its_numbers_is_no_prompt(llm: LLM, ids
     """But a list of them, and numbers and flags are no prompts."""
     outputs = llm.generate(ids, ONE)
     assert len(outputs) == 2
-    assert any("a prompt is a text or" in (output.error or "") for output in outputs)
+    assert any("a prompt must be a string or" in (output.error or "") for output in outputs)
 
 
 @pytest.mark.parametrize(

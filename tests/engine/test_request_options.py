@@ -110,7 +110,7 @@ def test_salts_divide_the_prefix_cache(llm: LLM) -> None:
     assert output.num_cached_tokens == 0
     llm.engine.core.scheduler.check_integrity()
     for salt in ("", 5):
-        with pytest.raises(RequestError, match="cache_salt must be a text"):
+        with pytest.raises(RequestError, match="cache_salt must be a non-empty string"):
             llm.generate({**prompt, "cache_salt": salt}, GREEDY)
 
 
@@ -126,7 +126,7 @@ def test_salts_divide_the_prefix_cache_in_calls_that_complete_nothing(llm: LLM, 
     asked([{**prompt, "cache_salt": "one"}])
     assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
     assert llm.generate({**prompt, "cache_salt": "one"}, GREEDY)[0].num_cached_tokens == 32
-    with pytest.raises(RequestError, match="cache_salt must be a text"):
+    with pytest.raises(RequestError, match="cache_salt must be a non-empty string"):
         asked({**prompt, "cache_salt": ""})
 
 

@@ -783,7 +783,7 @@ def test_bad_requests_are_refused() -> None:
         Request("r", (1, -3))
     engine = Engine()
     engine.add([1])
-    with pytest.raises(RequestError, match="r0 is being served already"):
+    with pytest.raises(RequestError, match="r0 is already being served"):
         engine.scheduler.add(Request("r0", (1,), GREEDY))
 
 

@@ -239,7 +239,7 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_are_many(llm: LLM, model: Tin
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        (5, GREEDY, "a prompt is a text .*, or a list of such; not int 5"),
+        (5, GREEDY, "a prompt must be a string .*, or a list of such prompts, not int 5"),
         (None, GREEDY, "not NoneType"),
         (b"bytes", GREEDY, "not bytes"),
         (torch.tensor(5), GREEDY, "not Tensor"),
@@ -385,19 +385,19 @@ def test_a_template_for_all_of_an_llms_chats(model: TinyModel) -> None:
     ("messages", "options", "message"),
     [
         (TALK, {"chat_template_kwargs": {"messages": []}}, "must not contain messages"),
-        (TALK, {"chat_template_content_format": "html"}, "can be auto, string, openai, not 'html'"),
+        (TALK, {"chat_template_content_format": "html"}, "must be one of auto, string, openai, not 'html'"),
         (TALK, {"continue_final_message": True}, "add_generation_prompt=False"),
         (
             TALK,
             {"tools": [{"function": {"name": "f"}}], "chat_template": "{{ messages }}"},
             "no place for to",
         ),
-        (TALK, {"tools": "weather"}, "tools are a list of objects"),
+        (TALK, {"tools": "weather"}, "tools must be a list of objects"),
         (TALK, {"chat_template": "{% if %}"}, "chat template is broken"),
-        ("Hello", {}, "messages are a list of objects with role and content, not 'Hello'"),
+        ("Hello", {}, "messages must be a list of objects with role and content, not 'Hello'"),
         ([], {}, "messages is empty"),
         ([TALK, []], {}, r"messages\[1\] is empty"),
-        ([{"content": "x"}], {}, "a message is an object with role and content"),
+        ([{"content": "x"}], {}, "a message must be an object with role and content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a part of type 'image_url'"),
     ],
 )
@@ -415,7 +415,7 @@ def test_a_typo_is_a_type_error_and_an_unused_variable_a_warning(
     with pytest.raises(TypeError, match="enable_thinking"):
         llm.chat(TALK, GREEDY, enable_thinking=False)  # type: ignore[call-arg]
     llm.chat(TALK, GREEDY, chat_template_kwargs={"enable_thinking": False})
-    assert "the chat template does not look at enable_thinking" in caplog.text
+    assert "the chat template does not use enable_thinking" in caplog.text
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------
@@ -479,13 +479,13 @@ def test_a_model_without_a_head_says_so(llm: LLM) -> None:
     for task, message in (
         (None, "encode needs pooling_task: embed or classify"),
         ("token_embed", "'token_embed' is not supported: states of single tokens"),
-        ("nonsense", "'nonsense' is not supported: there are embed, classify"),
+        ("nonsense", "'nonsense' is not supported: use embed or classify"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.encode("Hello", pooling_task=task)
-    with pytest.raises(RequestError, match="'reward' is not supported: a model that judges whole texts"):
+    with pytest.raises(RequestError, match="'reward' is not supported: a model that scores whole texts"):
         llm.reward("Hello")
-    with pytest.raises(RequestError, match="dimensions is 99, the vectors of this model have 32"):
+    with pytest.raises(RequestError, match="dimensions is 99, but this model's vectors have only 32"):
         llm.embed("Hello", pooling_params=PoolingParams(dimensions=99))
     with pytest.raises(RequestError, match="2 texts cannot be paired with 3"):
         llm.score(["a", "b"], ["a", "b", "c"])
@@ -587,7 +587,7 @@ def test_a_search_that_cannot_be_is_refused(llm: LLM) -> None:
     for params, message in (
         (BeamSearchParams(beam_width=11, max_tokens=5), "at most 10 with max_logprobs=20"),
         (BeamSearchParams(2, 5, include_stop_str_in_output=True), "include_stop_str_in_output is not supp"),
-        (GREEDY, "beam search takes BeamSearchParams"),
+        (GREEDY, "beam_search takes BeamSearchParams"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.beam_search(["a"], params)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def test_parameters_have_vllms_names_and_writing_to_them_is_seen(llm: LLM, tiny:
     assert not output.num_cached_tokens, "KV of the old weights"
     llm.collective_rpc("reload_weights")
     assert said(llm) == before
-    with pytest.raises(RequestError, match="computes nothing"):
+    with pytest.raises(RequestError, match="cannot be run"):
         llm.apply_model(lambda model: model(torch.zeros(1)))
 
 
@@ -85,7 +85,7 @@ def test_what_would_do_nothing_to_a_workers_model_is_refused(llm: LLM) -> None:
         lambda model: [*model.modules()],
         lambda model: model.register_forward_hook(lambda *_: None),
     ):
-        with pytest.raises(RequestError, match="the model of a worker"):
+        with pytest.raises(RequestError, match="a worker's model"):
             llm.apply_model(function)
     assert llm.apply_model(lambda model: model.eval().float().to("cpu") is model) == [True]
 
@@ -146,7 +146,7 @@ def test_calls_that_cannot_be(llm: LLM) -> None:
         ("no.such.module.Class", "cannot be imported"),
         ("engine.worker_extension.Nothing", "cannot be imported"),
         ("engine.worker_extension.EXTENSION", "cannot be imported"),
-        ("engine.worker_extension.time", "is no class"),
+        ("engine.worker_extension.time", "is not a class"),
         ("Extension", "cannot be imported"),
         ("engine.worker_extension.Clashing", "which a worker has itself"),
     ],
@@ -157,7 +157,7 @@ def test_classes_that_cannot_be(tiny: TinyModel, path: str, why: str) -> None:
 
 
 def test_an_engine_whose_worker_nobody_could_call(tiny: TinyModel) -> None:
-    with pytest.raises(ConfigError, match="for LLM and AsyncLLM"):
+    with pytest.raises(ConfigError, match="only with LLM and AsyncLLM"):
         LLMEngine.from_engine_args(EngineArgs(tiny.directory, worker_extension_cls=EXTENSION))
 
 

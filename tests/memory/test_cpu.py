@@ -177,11 +177,11 @@ def test_an_interrupted_release_is_finished_by_the_next_pause() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda saver: saver.pause(["weight"]), "there is no tag 'weight': use weights, kv_cache, graphs"),
+        (lambda saver: saver.pause(["weight"]), "unknown tag 'weight': use weights, kv_cache, graphs"),
         (lambda saver: saver.pause("weights"), r"tags must be a list.*use \['weights'\]"),
-        (lambda saver: saver.resume(["cuda_graph"]), "there is no tag 'cuda_graph'"),
+        (lambda saver: saver.resume(["cuda_graph"]), "unknown tag 'cuda_graph'"),
         (lambda saver: saver.empty((1,), torch.int8, "weights", "constant"), "use data, scratch, once"),
-        (lambda saver: saver.on_resume("x", print), "there is no tag 'x'"),
+        (lambda saver: saver.on_resume("x", print), "unknown tag 'x'"),
         (lambda saver: saver.graph_pool(), "graph pools exist only on a GPU"),
         (lambda saver: MemorySaver("meta"), "a memory saver cannot manage memory of meta"),
     ],

@@ -161,7 +161,7 @@ FAULTS = {
         r"its full_tensor\(\)",
     ),
     "sparse": ("model.norm.weight", torch.zeros(48).to_sparse(), r"its to_dense\(\)"),
-    "no name": (7, torch.zeros(48), "name must be a text, not int"),
+    "no name": (7, torch.zeros(48), "name must be a string, not int"),
 }
 
 

@@ -154,7 +154,7 @@ def test_what_a_schema_says_is_held_to_or_refused(client: openai.OpenAI) -> None
         "tools": {"tools": [strict], "tool_choice": "required"},
     }
     for param, asked in refused.items():
-        with pytest.raises(openai.BadRequestError, match="uniqueItems cannot be held to") as caught:
+        with pytest.raises(openai.BadRequestError, match="uniqueItems cannot be enforced") as caught:
             chat(client, **asked)
         assert caught.value.param == param
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):

@@ -152,7 +152,7 @@ def test_wrong_tokens_are_found(tiny_config: Path) -> None:
 
 def test_missing_tokens_are_found() -> None:
     workload = Workload.uniform(2, 4, 3, 50)
-    with pytest.raises(BenchError, match="returned 5 tokens for 2 requests, asked were 6"):
+    with pytest.raises(BenchError, match="returned 5 tokens for 2 requests, but 6"):
         contest.checked(Run(1.0, [[1, 2, 3], [1, 2]]), workload, "somebody")
 
 
@@ -187,12 +187,12 @@ def test_contestants_take_turns() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["decode", "--peer", "nobody"], "unknown peer 'nobody': there are transformers, vllm, sglang"),
+        (["decode", "--peer", "nobody"], "unknown peer 'nobody': use transformers, vllm, sglang"),
         (["decode", "--peer", "sglang"], "sglang is not installed here"),
         (["decode", "--output-len", "1"], "output_len must be at least 2"),
         (["decode", "--output-len", "0"], "output_len must be at least 2, not 0"),
         (["throughput", "--scale", "0"], "scale must be above 0, not 0"),
-        (["throughput", "--peers-file", "nowhere.json"], r"nowhere\.json is no file of peers' figures"),
+        (["throughput", "--peers-file", "nowhere.json"], r"nowhere\.json is not a file of peers' figures"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], message: str, tiny_config: Path) -> None:
@@ -246,7 +246,7 @@ def test_plot_draws_result_files_and_refuses_others(tmp_path: Path, tiny_config:
         app, ["bench", "plot", str(results / "graphs-h200.json"), "--out", str(tmp_path)]
     )
     assert isinstance(ran.exception, BenchError)
-    assert "no picture for a result of 'graphs'" in str(ran.exception)
+    assert "results of 'graphs' cannot be plotted" in str(ran.exception)
     (tmp_path / "x.json").write_text("{}")
     ran = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "x.json")])
     assert "not the result of a benchmark" in str(ran.exception)

@@ -119,7 +119,7 @@ def test_a_refusal_is_told_with_its_status() -> None:
     [
         ((CHUNKED, chunk(event("a"))), "closed the connection before the end"),
         ((b"what?\r\n\r\n",), "not HTTP"),
-        ((CHUNKED, chunk(b"data: what?\n\n"), b"0\r\n\r\n"), "no chunk of a completion"),
+        ((CHUNKED, chunk(b"data: what?\n\n"), b"0\r\n\r\n"), "not a chunk of a completion"),
         ((CHUNKED, chunk(b'data: {"error": {"message": "gone"}}\n\n'), b"0\r\n\r\n"), "gone"),
         ((CHUNKED, chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n"), "the answer had no text"),
     ],
@@ -130,11 +130,11 @@ def test_what_goes_wrong_is_told(pieces: tuple[bytes, ...], told: str) -> None:
 
 def test_a_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming_client, "SILENCE_SECONDS", 0.05)
-    assert "said nothing for 0.05 s" in str(completion(Server()).error)
+    assert "sent nothing for 0.05 s" in str(completion(Server()).error)
 
 
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(ConnectionBroken, match=r"cannot connect to 127\.0\.0\.1:1:"):
         asyncio.run(StreamingClient("http://127.0.0.1:1").get("/"))
-    with pytest.raises(ConnectionBroken, match="begins with http"):
+    with pytest.raises(ConnectionBroken, match="must begin with http"):
         StreamingClient("localhost:8000")

@@ -367,7 +367,7 @@ def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch, capsys):
         main()
     assert ended.value.code == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line == "ostinato: tune times kernels on an NVIDIA GPU, and torch finds none on this machine"
+    assert line == "ostinato: tune needs an NVIDIA GPU, but torch finds none on this machine"
 
 
 def test_a_bad_list_of_tokens_is_refused():

@@ -30,7 +30,7 @@ NO_FLAGS = {
     *("detokenize", "spaces_between_special_tokens"),
 }
 SAMPLING = tuple(flag for flag in SAMPLING if flag.name not in NO_FLAGS)
-# One --seed, for the request; the engine gets the same (it seeds random weights).
+# One --seed, for the request; the engine, which seeds random weights with it, gets the same.
 ENGINE = tuple(flag for flag in ENGINE if flag.name != "seed")
 
 INTERRUPTED = 130

@@ -1,1 +1,1 @@
-"""Requests, the scheduler, the model runner and the sampler."""
+"""The engine: requests, the scheduler, the model runner and the sampler."""

@@ -42,11 +42,11 @@ _Found = TypeVar("_Found")
 
 
 def listed_names(given: object) -> list[str]:
-    """A list of request ids. RequestError if one is not a text."""
+    """A list of request ids. Raises RequestError if one is not a string."""
     names = []
     for name in given if isinstance(given, list | tuple | set | frozenset) else [given]:
         if not isinstance(name, str):
-            raise RequestError(f"a request id must be a text, not {type(name).__name__}")
+            raise RequestError(f"a request id must be a string, not {type(name).__name__}")
         names.append(name)
     return names
 
@@ -80,7 +80,7 @@ class AsyncLLM(AsyncTrainerServices):
         tokenization_kwargs: None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the request's output as it grows, at last the finished one; `sampling_params.output_kind`
+        """Yield the request's output as it grows, and finally the finished one; `sampling_params.output_kind`
         selects whether each contains everything so far or only what is new, or only the final one is yielded.
 
         Leaving the loop early, or cancelling the task, aborts the request. Raises RequestError if the request
@@ -117,7 +117,7 @@ class AsyncLLM(AsyncTrainerServices):
                 if news.finished:
                     return
         finally:
-            with contextlib.suppress(RequestError):  # closed meanwhile: nothing is left to abort
+            with contextlib.suppress(RequestError):  # closed in the meantime: nothing is left to abort
                 self._thread.do(lambda engine: self._inboxes.give_up(engine, arrived))
 
     async def chat(
@@ -194,7 +194,7 @@ class AsyncLLM(AsyncTrainerServices):
         self._thread.do(lambda engine: engine.core.resume())
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> SleepReport:
-        """As `LLM.sleep`; kept requests, and new ones that arrive meanwhile, wait for `wake_up`."""
+        """As `LLM.sleep`; kept requests, and those that arrive while asleep, wait for `wake_up`."""
         await self._thread.call(lambda engine: engine.core.sleeper.check(level, mode))
         mode = await self._drained(mode)
 
@@ -224,7 +224,7 @@ class AsyncLLM(AsyncTrainerServices):
 
     async def _read(self, asked: LoRARequest, arrived: Inbox | None = None) -> Adapter | None:
         """Read this adapter's files, if needed, while the engine runs steps; None if nothing has to be read.
-        `arrived`: the inbox of the request that this call is for, if it is for one."""
+        `arrived`: the inbox of the request that needs the adapter, if there is one."""
         if not isinstance(asked, LoRARequest):
             raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}")
 
@@ -267,7 +267,7 @@ class AsyncLLM(AsyncTrainerServices):
         wait_for_inflight_requests: bool | None = None,
         clear_cache: bool = True,
     ) -> None:
-        """As `LLM.pause_generation`; requests that arrive meanwhile wait for `resume_generation`."""
+        """As `LLM.pause_generation`; requests that arrive while paused wait for `resume_generation`."""
         chosen = "wait" if wait_for_inflight_requests else mode
         check_mode(chosen)
         chosen = await self._drained(chosen)
@@ -286,7 +286,7 @@ class AsyncLLM(AsyncTrainerServices):
         return await self._thread.call(lambda engine: engine.core.is_paused)
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
-        """Wait until all requests are finished, including those that arrive meanwhile, or TimeoutError."""
+        """Wait until all requests are finished, new ones included; raises TimeoutError after that time."""
         async with asyncio.timeout(drain_timeout):
             while await self._thread.call(lambda engine: engine.has_work):
                 await asyncio.sleep(0.001)
@@ -308,8 +308,8 @@ class AsyncLLM(AsyncTrainerServices):
             await asyncio.sleep(0.001)
 
     async def _drained(self, mode: str) -> str:
-        """In mode wait, wait for running requests, while new ones are held and any may be aborted. Returns
-        what is left to do with requests. Cancellation meanwhile leaves everything as it was."""
+        """In mode wait, wait for running requests; new ones are held, and any may be aborted. Returns the
+        mode that remains to be applied. If cancelled, leaves everything as it was."""
         if mode != "wait":
             return mode
         undo: list[Callable[[], None]] = []

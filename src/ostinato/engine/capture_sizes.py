@@ -1,6 +1,6 @@
-"""Which sizes are captured, from what was asked for in our words, in vLLM's or in SGLang's.
+"""Decides which sizes are captured, from Ostinato's, vLLM's or SGLang's options.
 
-They decide that and nothing else: how many requests run and how prompts are cut is not theirs to change.
+These options decide nothing else: they change neither how many requests run nor how prompts are cut.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LADDERS = {"sglang": Ladder.sglang, "vllm": Ladder.vllm, "dense": Ladder.dense}
 
 
 class AskedSizes(Protocol):
-    """What an `EngineConfig` says about sizes."""
+    """The options of an `EngineConfig` about sizes."""
 
     @property
     def cuda_graph_bs(self) -> tuple[int, ...] | None:
@@ -26,7 +26,7 @@ class AskedSizes(Protocol):
 
     @property
     def cuda_graph_max_bs(self) -> int | None:
-        """The largest of them."""
+        """The largest decode batch."""
 
     @property
     def cuda_graph_prefill_tokens(self) -> tuple[int, ...] | None:
@@ -50,7 +50,7 @@ class AskedSizes(Protocol):
 
 
 def check_capture_sizes(config: AskedSizes) -> None:
-    """Refuse options that contradict each other."""
+    """Raise ConfigError for options that contradict each other."""
     ours, theirs = _given(config, _OURS), _given(config, _THEIRS)
     ladder = config.cuda_graph_ladder
     chosen = ["cuda_graph_ladder"] if ladder != "auto" else []
@@ -70,19 +70,19 @@ def check_capture_sizes(config: AskedSizes) -> None:
     if config.max_cudagraph_capture_size is not None and config.max_cudagraph_capture_size < 1:
         raise ConfigError(
             f"max_cudagraph_capture_size must be at least 1, not {config.max_cudagraph_capture_size}: "
-            "use disable_cuda_graph for none"
+            "use disable_cuda_graph to capture none"
         )
     given = [*ours, *theirs, *chosen]
     if given and config.batch_invariant:
-        raise ConfigError(f"batch_invariant captures one shape, of chunked_prefill_size: drop {given[0]}")
+        raise ConfigError(f"batch_invariant captures one shape, of chunked_prefill_size: remove {given[0]}")
 
 
 def capture_ladders(
     config: AskedSizes, mode: GraphMode, running: int, tokens: int, *, on_gpu: bool
 ) -> tuple[Ladder, Ladder]:
-    """The captured decode batches, in requests, and the captured mixed ones, in tokens.
+    """The captured decode batches, in requests, and the captured mixed steps, in tokens.
 
-    `running` requests and `tokens` tokens are the most that a step ever has.
+    No step ever has more than `running` requests or `tokens` tokens.
     """
     decode = _decode_ladder(config, mode, running, on_gpu)
     mixed = _token_ladder(config, tokens, on_gpu)
@@ -105,10 +105,10 @@ def _decode_ladder(config: AskedSizes, mode: GraphMode, running: int, on_gpu: bo
     if config.cuda_graph_bs is not None:
         ladder = Ladder(config.cuda_graph_bs)
         if ladder.limit > running:
-            raise ConfigError(f"cuda_graph_bs reaches {ladder.limit}, at most {running} requests ever run")
+            raise ConfigError(f"cuda_graph_bs reaches {ladder.limit}, but at most {running} requests run")
         return ladder
     if config.cudagraph_capture_sizes is not None:
-        # What is no batch of decodes is still a size of prefill.
+        # A size that is no decode batch still applies to prefill.
         sizes = {size for size in config.cudagraph_capture_sizes if size <= running}
         if not sizes:
             asked = list(config.cudagraph_capture_sizes)
@@ -117,7 +117,7 @@ def _decode_ladder(config: AskedSizes, mode: GraphMode, running: int, on_gpu: bo
     wanted = config.cuda_graph_max_bs or config.max_cudagraph_capture_size or running
     if config.cuda_graph_max_bs is not None and wanted > running and mode is not GraphMode.NONE:
         logger.warning(
-            "cuda_graph_max_bs %d is cut: max_running_requests is %d, so no larger batch ever runs",
+            "cuda_graph_max_bs %d is lowered: max_running_requests is %d, so no larger batch ever runs",
             wanted,
             running,
         )

@@ -1,32 +1,32 @@
 """The engine on token ids: requests in, tokens out, one step at a time.
 
 Note [Failed steps]
-A launch can fail anywhere: a kernel, memory, an interrupt between any two lines. What comes of it:
+A launch can fail anywhere: in a kernel, for lack of memory, by an interrupt between any two lines. Then:
 
-- The requests of the step end with an error, once the steps before it have brought their tokens. Until its
+- The requests of the step end with an error, once the steps before it have delivered their tokens. Until its
   last line is done, a launch counts as failed.
-- Whoever is not in the step goes on. What the step was to tell the device about them, pages above all,
-  travels again with the next step (`Scheduler.fail`); what the host has noted as a change stays noted until
-  it has been sent (`DeviceRows.send`, `TokenMasks.send`).
-- What the step has done on the device concerns rows and pages of its own requests, and these are gone.
-  Whoever gets them next writes all that it reads. The count of lines is put right (`TokenReturn.settle`).
-- What earlier steps brought is kept until `step` returns it, if an interrupt comes in between.
+- Requests outside the step continue. What the step was to tell the device about them, pages above all, is
+  sent again with the next step (`Scheduler.fail`); what the host has noted as a change stays noted until it
+  has been sent (`DeviceRows.send`, `TokenMasks.send`).
+- What the step has done on the device concerns only rows and pages of its own requests, which are gone. Their
+  next owners write everything that they read. The count of lines is corrected (`TokenReturn.settle`).
+- Results of earlier steps are kept until `step` returns them, if an interrupt comes in between.
 
-So can what is done with the tokens of a step that has landed, by a bug, for want of memory, or by an
-exception that is raised in the thread from outside (`HeldSignals` keeps signals away from calls of `LLM`):
+Handling the tokens of a landed step can fail too: by a bug, for lack of memory, or by an exception that is
+raised in the thread from outside (`HeldSignals` keeps signals away from calls of `LLM`). Then:
 
 - The requests of that step end with an error, whatever the host had noted of its tokens by then, and all
-  books (rows, pages, queues) are made anew from what the others have: `Scheduler.give_up`.
+  books (rows, pages, queues) are rebuilt from what the other requests have: `Scheduler.give_up`.
 - A request whose grammar raises ends alone.
-- If `schedule` itself raises, nobody knows for whom: all requests end.
+- If `schedule` itself raises, the failure belongs to no known request: all requests end.
 
 Note [Grammars]
-A grammar has to see a token to say which may follow it; the forward pass finds it on the device. So a step
-with such requests is launched in two parts: while its forward pass runs, the tokens of the step before are
-read, grammars follow them, and their masks are made; then it is sampled. Everybody gets a token a step. Bad
-words of several tokens and functions of callers (`logits_processors`) come in at the same point. Who is left
-without any token ends there, with an error, as if aborted. Grammars are followed in processes of their own
-(`ostinato.grammars`): whoever's is late leaves the batch.
+A grammar must see a token to say which may follow it, and the forward pass finds that token on the device. So
+a step with such requests is launched in two parts: while its forward pass runs, the tokens of the previous
+step are read, grammars follow them, and their masks are made; then it samples. Every request gets a token per
+step. Bad words of several tokens and callers' functions (`logits_processors`) are applied at the same point.
+A request that is left without any possible token ends there, with an error, as if aborted. Grammars are
+followed in their own processes (`ostinato.grammars`): a request whose grammar is late leaves the batch.
 """
 
 from __future__ import annotations
@@ -70,48 +70,48 @@ class EngineCore:
     ) -> None:
         """Read, allocate and capture; `progress` shows a bar (default: when standard error is a terminal).
 
-        `startup`: times of what was done before.
+        `startup`: times of the phases before this one.
         """
         config = placed.config
         self.config = config
-        # Asked for in every step, where they take longer to work out than some parts of it.
+        # Read in every step, and computing them takes longer than some parts of a step.
         self._lookahead, self._is_on_cpu = config.lookahead, config.device.type == "cpu"
         self.clock = StepClock()
         """CPU time of the steps."""
         self.startup = startup or StartupTimes()
-        """Time that the phases of the start took."""
+        """Duration of each phase of the startup."""
         parts = put_together(placed, self.startup, progress)
         self.loaded = parts.loaded
         self.runner, self.sampler = parts.runner, parts.sampler
         self.scheduler, self.following = parts.scheduler, parts.following
         self.sleeper = parts.sleeper
-        """What is away while the engine sleeps, and whether it may take a step."""
+        """Which memory is released while the engine sleeps, and whether it may take a step."""
         self.weights = parts.weights
         self.adapters = parts.adapters
-        """What requests may have added to the weights; None where no adapters are served."""
+        """The adapters that requests may use; None if no adapters are served."""
         self.prompt_bound = parts.prompt_bound
-        """How much of prompts a step takes beside streams; None: whatever fits."""
+        """How many prompt tokens a step takes while streams run; None: as many as fit."""
         self.parts = parts
-        """All of these, and what they took of the device."""
+        """All parts of the engine, and the device memory they took."""
         self._flights: deque[Flight] = deque()
         self._arrived: list[Progress] = []
         self._prompt_sums = PromptSums(config.max_rows)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished, a step under way, or what it brought not fetched."""
+        """Whether a request is unfinished, a step under way, or a result not yet returned."""
         return self.scheduler.has_work or bool(self._arrived)
 
     @property
     def can_step(self) -> bool:
-        """Whether a step would do something: requests that are paused wait without one."""
+        """Whether a step would do something: paused requests wait without steps."""
         scheduler = self.scheduler
         is_under_way = bool(self._arrived) or scheduler.num_steps_in_flight > 0
         may_launch = not scheduler.is_paused and self.sleeper.why_no_step is None
         return is_under_way or (scheduler.has_more_than_held and may_launch)
 
     def add(self, request: Request) -> None:
-        """Queue a request; RequestError if it cannot be served."""
+        """Queue a request. Raises RequestError if it cannot be served."""
         vocab = self.loaded.model.config.vocab_size
         found = highest(request.prompt_ids) if request.highest_id is None else request.highest_id
         if found >= vocab:
@@ -132,12 +132,12 @@ class EngineCore:
         if self.sampler is None:
             name = self.loaded.model.config.architecture
             raise RequestError(
-                f"request {request.request_id}: {name} has no output layer; it embeds only, use embed()"
+                f"request {request.request_id}: {name} has no output layer; it only embeds: use embed()"
             )
         self.sampler.take(request, params)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now: no step brings it anything more. False if it is unknown or finished already."""
+        """End a request now: no step adds to it any more. False if it is unknown or already finished."""
         kept = [progress.without(request_id) for progress in self._arrived]
         self._arrived = [progress for progress in kept if any(progress)]
         for flight in self._flights:
@@ -148,7 +148,7 @@ class EngineCore:
         return is_aborted
 
     def step(self) -> list[Progress]:
-        """Launch the next step, then take in the oldest one that is due."""
+        """Launch the next step, then process the oldest one that is due."""
         if not self._flights and not self._arrived:
             self.refuse_if_asleep()
         self.clock.start()
@@ -168,51 +168,53 @@ class EngineCore:
         return arrived
 
     def refuse_if_asleep(self) -> None:
-        """EngineAsleepError while a step would touch memory that is away."""
+        """Raises EngineAsleepError while a step would touch memory that is released."""
         if (why := self.sleeper.why_no_step) is not None:
             raise EngineAsleepError(why)
 
     def settle(self) -> list[Progress]:
-        """Wait for all steps under way; what they brought. No step is launched."""
+        """Wait for all steps under way and return their results. Launches no step."""
         self._drain()
         arrived, self._arrived = self._arrived, []
         return arrived
 
     @property
     def still_drains(self) -> bool:
-        """Whether requests that were there before `Scheduler.drain` are still being served; RequestError if
-        somebody has ended that and resumed."""
+        """Whether requests that existed before `Scheduler.drain` are still being served. Raises RequestError
+        if another call has ended the drain and resumed."""
         scheduler, is_asleep = self.scheduler, self.sleeper.why_no_step is not None
         if not scheduler.is_draining and not scheduler.is_paused and not is_asleep:
-            raise RequestError("generation was resumed while the end of its requests was waited for")
+            raise RequestError(
+                "generation was resumed by another call: this one still waited for requests to finish"
+            )
         return scheduler.is_draining and not scheduler.is_drained and not is_asleep
 
     @property
     def owes_progress(self) -> bool:
-        """Whether whoever takes the pages of all requests is to wait for further steps, lest nobody gets
-        anywhere (Note [Fair order] in `engine/scheduling/scheduler.py`)."""
+        """Whether a caller that takes the pages of all requests must wait for further steps first, because
+        otherwise no request might ever advance (Note [Fair order] in `engine/scheduling/scheduler.py`)."""
         return self.can_step and self.scheduler.owes_progress
 
     def pause(self, *, clear_cache: bool) -> None:
-        """Take no step until `resume`. `clear_cache`: forget cached prefixes; requests under way are computed
-        again, then. Call `settle` before."""
+        """Take no step until `resume`. `clear_cache`: forget cached prefixes; unfinished requests are then
+        computed again. Call `settle` before."""
         assert not self._flights, "a step is under way"
         self.scheduler.pause()
         if clear_cache:
             self.scheduler.flush_prefix_cache(computes_again=True)
 
     def resume(self) -> None:
-        """Take steps again as soon as memory and weights are there."""
+        """Take steps again as soon as memory and weights are back."""
         self.scheduler.resume()
         self.sleeper.let_go()
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step is taken because somebody wants that: a pause, or sleep."""
+        """Whether steps are stopped on purpose: by a pause, or by sleep."""
         return self.scheduler.is_paused or self.sleeper.is_sleeping
 
     def sleep(self, level: int, tags: Sequence[str] | None = None) -> SleepReport:
-        """Give memory back, all or of these tags. Requests that are left wait; if their pages are gone, those
+        """Release memory, all or that of these tags. Remaining requests wait; if their pages are gone, those
         that ran are computed again. Call `settle` before."""
         assert not self._flights, "a step is under way"
         checked = self.sleeper.checked(tags)
@@ -221,7 +223,7 @@ class EngineCore:
         return self.sleeper.sleep(level, checked)
 
     def wake_up(self, tags: Sequence[str] | None, *, resumes: bool = True) -> SleepReport:
-        """Take memory back; when all of it is there, a pause is over too, if `resumes`."""
+        """Restore memory. When all of it is back, a pause ends too, if `resumes`."""
         report = self.sleeper.wake_up(tags, self._weights_are_gone)
         if resumes and not self.sleeper.is_sleeping:
             self.scheduler.resume()
@@ -233,8 +235,8 @@ class EngineCore:
             self.adapters.contents_are_gone()
 
     def update_weights(self, new: NamedTensors | str | Path, version: str | None) -> WeightsReport:
-        """Write new weights in place and forget prefixes that were computed with the old ones; requests go on
-        with what they have. Call `settle` before."""
+        """Write new weights in place and forget prefixes that were computed with the old ones; requests
+        continue with the KV that they have. Call `settle` before."""
         assert not self._flights, "a step is under way"
         is_changed = True
         try:
@@ -247,17 +249,18 @@ class EngineCore:
                 self.scheduler.flush_prefix_cache()
 
     def report(self) -> Report:
-        """The forward graphs and what ran without one; sampling behind them has its own, `sampler.report`.
+        """The forward graphs, and what ran without one; sampling outside of decode graphs has its own report,
+        `sampler.report`.
 
-        Decode steps that should have read a shared prefix once, and had a plain graph only, are replays like
-        others; `lowered` says how many and why.
+        Decode steps that should have read a shared prefix once, but had only a plain graph, count as ordinary
+        replays; `lowered` says how many and why.
         """
         report = self.runner.graphs.report()
         missed = self.runner.missed_cascades
         if not missed:
             return report
         counts = ", ".join(f"{reason} {count:,}" for reason, count in missed.items())
-        lowered = f"decode steps that should have read a shared prefix once and did not: {counts}"
+        lowered = f"decode steps that should have read a shared prefix once but did not: {counts}"
         return replace(report, lowered=f"{report.lowered} {lowered}" if report.lowered else lowered)
 
     def close(self) -> None:
@@ -281,7 +284,7 @@ class EngineCore:
         except BaseException as error:
             logger.exception("scheduling failed")
             ended = self.scheduler.give_up(None, _told("scheduling failed", error))
-            # Whoever gets their rows and pages comes behind them on the device.
+            # The next owners of their rows and pages come after them on the device.
             self._flights.clear()
             self._arrived.append(Progress((), [], ended, {}))
             if not isinstance(error, Exception):
@@ -289,8 +292,8 @@ class EngineCore:
             return None
 
     def _take_off(self, step: ScheduledStep) -> None:
-        """Launch a step. If that fails, the step ends its requests, and all others go on as if it had never
-        been: see Note [Failed steps]."""
+        """Launch a step. If that fails, its requests end, and all others continue as if the step had never
+        existed: see Note [Failed steps]."""
         flight = Flight(step)
         self._flights.append(flight)
         self.clock.steps += 1
@@ -302,7 +305,7 @@ class EngineCore:
             flight.error = _told(f"the step failed on {self.config.device}", error)
             logger.exception("step %d failed", step.index)
             self._drain()
-            # Of an interrupt, or a bug, whoever called is told.
+            # An interrupt or a bug is also raised to the caller.
             if not isinstance(error, RuntimeError | OstinatoError):
                 raise
         self.clock.lap("launch")
@@ -341,34 +344,35 @@ class EngineCore:
         flight.error = None
 
     def _tidy_up(self) -> None:
-        """What can wait until the device is at work. It changes nothing but how fast prefixes are found."""
+        """Work that can wait until the device is busy. It affects only how fast prefixes are found."""
         try:
             self.scheduler.pages.catch_up()
         except Exception:
-            logger.exception("cached pages could not be entered as blocks; they are found one by one")
+            logger.exception("cached pages could not be indexed in blocks; they are looked up one by one")
 
     def _refuse(self, stuck: dict[Request, str]) -> None:
-        """End those for whom no token is left, before one is drawn."""
+        """End requests for which no token is left, before one is drawn."""
         self._note_ended(tuple(stuck))
         for request, error in stuck.items():
             self.scheduler.finish(request, FinishReason.ERROR, error=error, is_at_fault=True)
 
     def _note_ended(self, ended: tuple[Request, ...]) -> None:
-        """Requests that ended between two tokens."""
+        """Record requests that ended between two tokens."""
         if ended:
             self._arrived.append(Progress((), [], ended, {}))
 
     def _waits_for_tokens(self, step: ScheduledStep) -> bool:
-        """Whether somebody has to see a token of a step under way to say which may follow."""
+        """Whether a request needs to see a token of a step under way to say which may follow."""
         rows = self.scheduler.rows
         if not rows.num_waiting or len(self._flights) == 1:
             return False
-        # What this step samples is promised too.
+        # The token that this step samples is promised too.
         pending = rows.num_promised[step.rows] - rows.num_tokens[step.rows] > 1
         return bool((pending & rows.waits[step.rows] & step.samples).any())
 
     def _constrained(self, step: ScheduledStep) -> list[int]:
-        """Which requests of a step get a token that depends on those before; nobody who has left since."""
+        """Which requests of a step get a token that depends on earlier ones, without those that left
+        since."""
         rows = self.scheduler.rows
         if not rows.num_waiting:
             return []
@@ -376,7 +380,7 @@ class EngineCore:
         return found
 
     def _keep_beside_tokens(self, flight: Flight) -> None:
-        """What embeddings and prompt logprobs need of this step, before the next one overwrites it."""
+        """Keep what embeddings and prompt logprobs need of this step, before the next one overwrites it."""
         step = flight.step
         if step.is_uniform_decode:
             return
@@ -396,7 +400,7 @@ class EngineCore:
                 flight.prompt_logprobs[request.request_id] = dict(enumerate(found, start + 1))
 
     def _complete(self) -> None:
-        """Wait for the oldest step under way and take in what it brought. May be repeated after a failure."""
+        """Wait for the oldest step under way and process its results. May be repeated after a failure."""
         flight = self._flights[0]
         if flight.landed is None:
             # It stays under way until its tokens are there: an interrupt during the wait changes nothing.
@@ -404,12 +408,12 @@ class EngineCore:
             sampled = self._read(flight)
             self._note_cost(flight, sampled, perf_counter() - began)
             self._take_in(flight, sampled)
-        # In one line: between two, what it brought would be returned twice or not at all.
+        # In one line: an interrupt between two would return the results twice or not at all.
         self._arrived += cast(tuple[Progress, ...], self._flights.popleft().landed)
         self.clock.lap("complete")
 
     def _note_cost(self, flight: Flight, sampled: Sampled | None, waited: float) -> None:
-        """Tell those who decide by what steps take; `waited`: for the tokens of this one."""
+        """Report how long the step took to what decides by it; `waited`: for the tokens of this step."""
         self.clock.lap("wait")
         between = self.clock.on_device(None if sampled is None else sampled.span, counts=flight.is_timed)
         if flight.error is not None:
@@ -419,7 +423,7 @@ class EngineCore:
         elif flight.follows:
             took = between
         else:
-            # The host knows it only if it does nothing else meanwhile.
+            # The host can measure it only if it does nothing else meanwhile.
             is_seen = sampled is not None and not self._lookahead
             took = flight.launch_seconds + waited if is_seen else None
         if took is None:
@@ -438,18 +442,19 @@ class EngineCore:
             try:
                 return flight.launched.read()
             except Exception as error:
-                # Its requests end with the next step; whoever called is told, for the device may be gone.
+                # Its requests end with the next step; the error is raised to the caller, for the device may
+                # be gone.
                 flight.error = _told(f"the step could not be read from {self.config.device}", error)
                 raise
         return None
 
     def _take_in(self, flight: Flight, sampled: Sampled | None) -> None:
-        """Enter what a step brought in the books. Whatever fails there, its requests end and no others."""
+        """Enter the results of a step in the books. If that fails, its requests end, and no others."""
         try:
             flight.landed = self._booked(flight, sampled)
         except BaseException as error:
-            logger.exception("the tokens of step %d could not be taken in", flight.step.index)
-            text = _told("the tokens of a step could not be taken in", error)
+            logger.exception("the tokens of step %d could not be processed", flight.step.index)
+            text = _told("the tokens of a step could not be processed", error)
             flight.landed = (Progress((), [], self.scheduler.give_up(flight.step, text), {}),)
             if not isinstance(error, Exception):
                 raise
@@ -487,7 +492,7 @@ class EngineCore:
 
     @property
     def _is_interrupted(self) -> bool:
-        """Whether a step under way has failed, or has landed and was not returned."""
+        """Whether a step under way has failed, or has landed but was not returned."""
         return any(flight.error is not None or flight.landed is not None for flight in self._flights)
 
     def _drain(self) -> None:

@@ -1,5 +1,5 @@
-"""What an engine is made of, put together in the order in which memory is taken: the KV cache, rows and
-inputs behind it, sampling, then the graphs."""
+"""The parts of an engine, put together in the order in which they take memory: the KV cache, then rows and
+inputs, sampling, and the graphs."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class EngineParts:
     adapters: ServedAdapters | None
     prompt_bound: PromptBound | None
     plan: MemoryPlan
-    """What was expected before the KV cache was allocated."""
+    """What was predicted before the KV cache was allocated."""
     captured: DeviceMemory
     """What the captures took."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what they are for; see `LLM.memory_report`."""
+        """Bytes by purpose; see `LLM.memory_report`."""
         runner = self.runner
         models = [model for model in (self.loaded.model, self.loaded.draft) if model is not None]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -69,7 +69,7 @@ class EngineParts:
             "outputs": sum(tensor.nbytes for tensor in outputs),
             "sampling": 0 if self.sampler is None else self.sampler.num_bytes,
             "activations": runner.graphs.pool.bytes,
-            # What outlived the rehearsal, or was allocated while capturing and is no graph's.
+            # What outlived the rehearsal, or was allocated during capture and belongs to no graph.
             "workspace": self.plan.workspace + max(0, self.captured.allocated - runner.pool.bytes_beside),
             "graphs": self.captured.by_driver,
             **self.plan.predictions,
@@ -79,8 +79,8 @@ class EngineParts:
 
 def put_together(placed: PlacedModel, startup: StartupTimes, progress: bool | None) -> EngineParts:
     """Read, allocate and capture; `startup` notes how long each phase takes."""
-    # Once for all captures of the start: walking the modules of torch takes a tenth of a second. On a GPU of
-    # which torch held nothing before, no garbage does.
+    # Once for all captures of the startup: walking torch's modules takes a tenth of a second. On a GPU on
+    # which torch held nothing before, garbage holds no memory.
     with frozen_gc(not placed.config.config.enable_cudagraph_gc, collects=not placed.is_first):
         return _put_together(placed, startup, progress)
 
@@ -111,7 +111,7 @@ def _put_together(placed: PlacedModel, startup: StartupTimes, progress: bool | N
     weights = ServedWeights(loaded.model, sleeper)
     adapters = _served_adapters(loaded)
     prompt_bound = prompt_bound_of(config, loaded.model.config)
-    # Of pages with the same numbers: the target gives none back that the draft still reads.
+    # Both use pages with the same numbers: the target must not give up one that the draft still reads.
     windows = (*loaded.model.config.layer_windows, *draft_windows(loaded.draft, config.max_drafts))
     scheduler = Scheduler(
         SchedulerConfig(
@@ -175,7 +175,7 @@ def _served_adapters(loaded: LoadedModel) -> ServedAdapters | None:
 
 
 def _expect(plan: MemoryPlan, runner: ModelRunner, sampler: Sampler | None) -> None:
-    """Let reports tell what was expected of each graph beside what it took."""
+    """Let reports show each graph's predicted memory beside what it took."""
     of_sampling = [] if sampler is None else list(sampler.graphs.values())
     for graphs, expected in zip((runner.graphs, *of_sampling), plan.rungs, strict=False):
         graphs.predicted |= expected

@@ -1,14 +1,14 @@
 """Signals wait while an engine is in the middle of something.
 
-Python runs the handlers of signals in the main thread between any two instructions, and what they raise
-(KeyboardInterrupt, or the exception of a user's own alarm) comes out there: between two lines that belong
-together. A call therefore holds signals back and lets them through where everything is in order, which is
-between two steps. Exceptions of other threads cannot be held back; see Note [Failed steps] in core.
+Python runs signal handlers in the main thread between any two instructions, and what they raise
+(KeyboardInterrupt, or the exception of a user's own alarm) surfaces there: between two lines that belong
+together. A call therefore holds signals back and lets them through only between two steps, where everything
+is consistent. Exceptions raised from other threads cannot be held back; see Note [Failed steps] in core.
 """
 
 from __future__ import annotations
 
-import _signal  # `signal` makes enumerations of all that these return, which takes longer than a step may
+import _signal  # `signal` makes an enum of everything these return, which takes longer than a step may
 import signal
 import threading
 from collections import deque
@@ -21,10 +21,11 @@ _SIGNALS = [getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, 
 
 
 class HeldSignals:
-    """Signals that come inside wait for `let_through`, or for the end. Inside another one, for that one's.
+    """Signals that arrive inside wait for `let_through`, or for the end; if nested, for those of the outer
+    one.
 
-    Only handlers written in Python wait: what ends the process still does so at once. In any other thread
-    than the main one there is nothing to hold.
+    Only handlers written in Python wait: signals that end the process still do so at once. In any thread but
+    the main one there is nothing to hold.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class HeldSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # From here on all goes through at once, so that no signal is lost wherever this is interrupted.
+        # From here on signals pass at once, so that none is lost wherever this is interrupted.
         self._is_holding = False
         try:
             self._put_back()
@@ -57,7 +58,7 @@ class HeldSignals:
         self.let_through()
 
     def let_through(self) -> None:
-        """Handle what has come since; whatever the handlers raise."""
+        """Handle the signals that have arrived; raises what their handlers raise."""
         while self._noted:
             number, frame = self._noted.popleft()
             self._handlers[number](number, frame)
@@ -70,5 +71,5 @@ class HeldSignals:
 
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
-            if _signal.getsignal(number) == self._note:  # else somebody has set another one since
+            if _signal.getsignal(number) == self._note:  # otherwise another one has been set since
                 _signal.signal(number, handler)

@@ -170,7 +170,7 @@ class LLM(EngineServices, TrainerServices):
         """The `params.beam_width` most likely continuations of each prompt, best first."""
         engine = self.engine
         listed, _ = listed_prompts(prompts)
-        # Loaded once: what is asked for step by step is then there.
+        # Loaded once, so that it is there for each step.
         [adapter] = one_adapter_each(lora_request, 1) if isinstance(lora_request, LoRARequest) else [None]
         if lora_request is not None and adapter is None:
             raise RequestError("beam_search takes one lora_request for all prompts")
@@ -244,7 +244,7 @@ class LLM(EngineServices, TrainerServices):
             with HeldSignals(), engine.turn:
                 output = engine.add(prompt, params, name, engine.version_of(lora_request))
             while True:
-                # Another call may have finished it, so what is left is looked for first.
+                # Another call may have finished it, so look for what is left first.
                 with engine.turn:
                     new, is_over = output.outputs[0].text_since(sent), output.finished
                 if new:
@@ -454,7 +454,7 @@ class LLM(EngineServices, TrainerServices):
         self._engine = None
         gc.collect()
         if memory is not None:
-            memory.saver.close()  # after the graphs that are in it
+            memory.saver.close()  # after the graphs, whose memory is in it
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

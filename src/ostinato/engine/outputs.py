@@ -46,7 +46,7 @@ class ReadLater:
             self.__dict__.pop(name, None)
         self.__dict__["_makers"] = makers
 
-    def __getattr__(self, name: str) -> Any:  # called for what is not there
+    def __getattr__(self, name: str) -> Any:  # called only for attributes that are not there
         make = self.__dict__.get("_makers", {}).get(name)
         if make is None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
@@ -54,7 +54,7 @@ class ReadLater:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has everything as it is now.
+        # A copy has every field, as it is now.
         names = [entry.name for entry in fields(self)]  # type: ignore[arg-type]
         return {name: getattr(self, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""What a caller gets for prompts that are not completed but read: vectors and scores, in vLLM's shape."""
+"""Outputs of prompts that are only read, not completed: vectors and scores, in vLLM's structure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """Length of the vector."""
         return len(self.embedding)
 
 
@@ -35,13 +35,13 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """How many there are."""
+        """Number of classes."""
         return len(self.probs)
 
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """How well two texts go together."""
+    """How well two texts match."""
 
     score: float
 
@@ -51,13 +51,13 @@ Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput,
 
 @dataclass(frozen=True)
 class PoolingRequestOutput(Generic[Pooled]):
-    """A prompt and what was found about it."""
+    """A prompt and its result."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: Pooled
-    """Empty where `error` says why."""
+    """Empty if `error` is set."""
     error: str | None = None
     """Why the request was refused or failed, if it was."""
     num_cached_tokens: int = 0
@@ -71,7 +71,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
     @property
     def embedding(self) -> list[float]:
-        """The vector; empty where `error` says why."""
+        """The vector; empty if `error` is set."""
         return self.outputs.embedding
 
 

@@ -1,4 +1,4 @@
-"""From what was given as a prompt to its token ids."""
+"""Turns what callers pass as a prompt into token ids."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ the latter two may have a "cache_salt"."""
 
 
 class PromptReader:
-    """With the tokenizer of a model; None: token ids alone are prompts."""
+    """Uses a model's tokenizer; without one (None), only token ids are prompts."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def read(self, prompt: Prompt) -> tuple[str | None, IntArray, int]:
-        """The text of a prompt, its token ids, and the highest of these; RequestError if it is none."""
+        """The text of a prompt, its token ids, and the highest of them. Raises RequestError otherwise."""
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             text = prompt.get("prompt")
             if text is not None and not isinstance(text, str):
-                raise RequestError(f"the prompt beside prompt_token_ids is a text, not {kind_of(text)}")
+                raise RequestError(f"prompt beside prompt_token_ids must be a string, not {kind_of(text)}")
             check_keys(prompt)
             return text, *_checked_ids(prompt["prompt_token_ids"])
         if are_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
@@ -46,12 +46,12 @@ class PromptReader:
         return text, *token_array_and_highest(self._tokenizer.encode(text))
 
     def token_ids_of(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt; RequestError if it is none."""
+        """The token ids of a prompt. Raises RequestError if it is not a prompt."""
         found: list[int] = self.read(prompt)[1].tolist()
         return found
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """The prompt of a conversation: its text as the chat template writes it, and its token ids."""
+        """The prompt of a conversation: its text as written by the chat template, and its token ids."""
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: give {'prompt_token_ids': [...]}")
         try:
@@ -64,18 +64,18 @@ class PromptReader:
 
 
 def check_text(text: str) -> None:
-    """RequestError if it has halves of characters (bytes that a terminal could not read, for example)."""
+    """Raises RequestError for lone surrogates, which stand for bytes that a terminal could not decode, say."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"the prompt is no text that can be encoded: {error}") from None
+        raise RequestError(f"the prompt cannot be encoded as UTF-8: {error}") from None
 
 
 def cache_salt(prompt: Prompt) -> str | None:
-    """What divides the prefix cache for this prompt, if anything does."""
+    """The salt that separates this prompt's part of the prefix cache, or None."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(f"cache_salt must be a text that is not empty, not {salt!r}")
+        raise RequestError(f"cache_salt must be a non-empty string, not {salt!r}")
     return salt
 
 

@@ -1,4 +1,4 @@
-"""What an engine runs with: what was asked for, and what the model and the machine make of the rest."""
+"""What an engine runs with: the given options, and what the model and the machine make of the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .speculating.config import SpeculativeConfig
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Everything decided."""
+    """All decisions."""
 
     config: EngineConfig
     device: torch.device
@@ -31,37 +31,37 @@ class ResolvedConfig:
 
     @cached_property
     def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are drafted; None: they are not."""
+        """How tokens are drafted; None: no drafts."""
         asked = self.config.speculative_config
         return None if asked is None else SpeculativeConfig.parse(asked)
 
     @property
     def max_drafts(self) -> int:
-        """The most drafts of a request in one step."""
+        """Maximum number of drafts of a request in one step."""
         return 0 if self.speculation is None else self.speculation.num_speculative_tokens
 
     @property
     def max_positions(self) -> int:
-        """Positions that a step may compute: drafts reach beyond the end of a request."""
+        """Number of positions that a step may compute: drafts may lie beyond the end of a request."""
         return self.max_model_len + self.max_drafts
 
     @property
     def verify_ladder(self) -> Ladder:
-        """Batches, in requests, whose drafts are verified; larger ones get none."""
+        """Batch sizes, in requests, whose drafts are verified; larger batches get none."""
         assert self.speculation is not None
         limit = min(self.speculation.max_speculative_requests, self.decode_ladder.limit)
         return Ladder([*(size for size in self.decode_ladder if size < limit), limit])
 
     @property
     def lookahead(self) -> int:
-        """Steps launched before the tokens of the last one are read; a CPU has nothing to gain from it."""
+        """Steps launched before the tokens of the last one are read; a CPU gains nothing from it."""
         if self.config.steps_ahead is not None:
             return self.config.steps_ahead
         return 1 if self.device.type == "cuda" else 0
 
     @property
     def lora_cases(self) -> tuple[int, ...]:
-        """Numbers of adapters that there are graphs for."""
+        """Numbers of adapters that graphs are captured for."""
         asked = self.config
         if not asked.serves_adapters:
             return (0,)
@@ -70,7 +70,7 @@ class ResolvedConfig:
 
     @property
     def max_adapters_on_host(self) -> int:
-        """Adapters kept there while nobody uses them."""
+        """Number of adapters kept in host memory while unused."""
         return self.config.max_cpu_loras or max(8, self.config.adapter_slots)
 
     @property
@@ -91,7 +91,7 @@ class ResolvedConfig:
 
     @property
     def context_buckets(self) -> tuple[int | None, ...]:
-        """Context lengths a decode graph is made for: attention without a kernel pays for all of them."""
+        """Context lengths of decode graphs: attention without a kernel pays for the whole length."""
         if self.device.type == "cuda" or self.config.batch_invariant:
             return (None,)
         buckets: list[int | None] = []
@@ -103,12 +103,12 @@ class ResolvedConfig:
 
     @property
     def warmups(self) -> int:
-        """Runs before a recording: none on a CPU; on a GPU one, as kernels are compiled before."""
+        """Runs before a recording: none on a CPU; one on a GPU, because kernels are compiled beforehand."""
         return 1 if self.device.type == "cuda" else 0
 
 
 def resolve(asked: EngineConfig, model_limit: int, model_dtype: torch.dtype) -> ResolvedConfig:
-    """Everything decided, for a model with this limit and type of weights, on this machine."""
+    """All decisions, for a model with this length limit and weight type, on this machine."""
     device = device_of(asked.device)
     on_gpu = device.type == "cuda"
     dtype = DTYPES.get(asked.dtype) or (model_dtype if on_gpu else torch.float32)
@@ -154,7 +154,7 @@ def _chunk_size(asked: EngineConfig, on_gpu: bool) -> int:
 
 
 def _own_device() -> torch.device:
-    """The GPU that this process works on: the first, unless somebody has set another one."""
+    """The GPU that this process works on: the first, unless another one has been set."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
@@ -171,8 +171,8 @@ def device_of(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, and torch finds no GPU: use cpu")
+        raise ConfigError(f"device is {name!r}, but torch finds no GPU: use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} was asked for, and torch finds {torch.cuda.device_count()} GPUs")
-    # Tensors always know their number, so the configuration does too.
+        raise ConfigError(f"device is {name!r}, but torch finds {torch.cuda.device_count()} GPUs")
+    # Tensors always have a device number, so the configuration has one too.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -16,7 +16,7 @@ class RowField:
     width: int | None = None
     """Values per row; None: a single one."""
     initial: float = 0
-    """What all rows begin with, and row 0 keeps."""
+    """Initial value of all rows; row 0 keeps it."""
     advances: bool = False
     """Whether graphs change it."""
 

@@ -1,4 +1,4 @@
-"""Prompts that one call begins and steps to their end, together with those of others."""
+"""Queues the prompts of one call and steps until they end; other calls' prompts share the steps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def served(
     encode: Callable[[Any], Prompt] = lambda prompt: prompt,
     is_told: bool = True,
 ) -> list[RequestOutput]:
-    """The outputs of these prompts, in their order. `strict`: RequestError if one is refused or fails.
+    """The outputs of these prompts, in their order. `strict`: raise RequestError if one is refused or fails.
 
-    `encode` makes a prompt of what was given; it may refuse. `is_told`: failures are logged.
+    `encode` makes a prompt of each given value; it may refuse. `is_told`: log failures.
     """
     outputs: list[RequestOutput] = []
-    # After an interrupt nothing of this call stays behind.
+    # An interrupt must leave nothing of this call behind.
     with HeldSignals() as signals, engine.awaiting() as unfinished:
         for prompt, wanted, asked in zip(prompts, params, adapters, strict=True):
             outputs.append(begin(engine, prompt, wanted, asked, unfinished, encode, strict=strict))
@@ -52,7 +52,7 @@ def served(
 
 
 def finish(engine: TextEngine, unfinished: set[str], total: int, shown: Shown, signals: HeldSignals) -> None:
-    """Step until all of these have ended."""
+    """Step until all of these prompts have ended."""
     with RequestProgress(total, shown) as bar:
         bar.update(total - len(unfinished), 0)
         while unfinished:
@@ -71,7 +71,7 @@ def begin(
     *,
     strict: bool,
 ) -> RequestOutput:
-    """Queue a prompt and note its name, or say why not."""
+    """Queue a prompt and record its name, or say in the output why not."""
     name = engine.new_id()
     try:
         with engine.turn:
@@ -86,7 +86,7 @@ def begin(
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    """Parameters for each of so many prompts; RequestError for what are none, or not as many."""
+    """Parameters for each of `count` prompts. Raises RequestError for other types or another number."""
     if isinstance(params, SamplingParams):
         return [params] * count
     if isinstance(params, str) or not isinstance(params, Sequence):

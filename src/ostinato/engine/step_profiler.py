@@ -15,12 +15,12 @@ logger = logging.getLogger("ostinato.engine")
 
 @dataclass
 class _Profile:
-    """One that is being taken."""
+    """A profile in progress."""
 
     trace: torch.profiler.profile
     file: Path
     delay: int
-    """Steps still to be left out before it begins."""
+    """Steps to skip before it begins."""
     most: int
     """Steps still to be recorded; 0: all until `stop`."""
     is_recording: bool = False
@@ -49,12 +49,12 @@ class StepProfiler:
         self._running: _Profile | None = None
 
     def start(self, file: str, *, delay: int = 0, most: int = 0) -> str:
-        """Begin a profile that will be in `file` after `stop`.
+        """Begin a profile that `stop` writes to `file`.
 
-        `delay` steps are left out first, and `most` are recorded, if that is not 0: call `stepped`.
+        Skips `delay` steps and then records `most` (0: all until `stop`): call `stepped` after each.
         """
         if self._running is not None:
-            raise RuntimeError(f"a profile is being taken already, for {self._running.file}: stop it first")
+            raise RuntimeError(f"a profile is already running, for {self._running.file}: stop it first")
         path = Path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -68,7 +68,7 @@ class StepProfiler:
         return str(path)
 
     def stepped(self) -> None:
-        """A step is done; only profiles with a delay or an end have to be told."""
+        """Note that a step is done; only needed for profiles with a delay or a limit."""
         profile = self._running
         if profile is None:
             return
@@ -82,9 +82,9 @@ class StepProfiler:
                 profile.end()
 
     def stop(self) -> str:
-        """End the profile and write it."""
+        """End the profile and write it to its file."""
         if self._running is None:
-            raise RuntimeError("no profile is being taken: start one first")
+            raise RuntimeError("no profile is running: start one first")
         profile, self._running = self._running, None
         self._end.detach()
         if profile.delay:

@@ -47,7 +47,7 @@ from .vllm_api.engine_view import VllmConfigView
 logger = logging.getLogger("ostinato.engine")
 
 MAX_COMPLETIONS = 16_384
-"""Of one prompt; more would take memory without end before the first of them is served."""
+"""Of one prompt; more would take unbounded memory before the first of them is served."""
 
 
 class TextEngine:
@@ -61,17 +61,19 @@ class TextEngine:
         with startup.phase("load"):
             placed = place(config)
         if processors and not placed.model.config.has_lm_head:
-            raise ConfigError("logits_processors are for models that generate; this one has no output layer")
+            raise ConfigError(
+                "logits_processors need an output layer, and this model has none: leave them out"
+            )
         self.core = EngineCore(placed, progress=progress, startup=startup)
         self.turn = Turn()
-        """Held by whoever does something with the engine."""
+        """Held by the thread that does something with the engine."""
         self.is_closed = False
-        """Whether it has ended: nothing can be asked any more."""
+        """Whether it is closed: every call is refused."""
         self._awaited: dict[int, set[str]] = {}
         """By call: see `awaiting`."""
         self.tokenizer = self.core.loaded.tokenizer
         self.prompts = PromptReader(self.tokenizer)
-        """What is given as a prompt goes through it."""
+        """Turns prompts into token ids."""
         self._served: dict[str, list[ServedCompletion]] = {}
         """By the name of the prompt."""
         self._taken_names: set[str] = set()
@@ -79,16 +81,16 @@ class TextEngine:
         self.ended: list[RequestOutput] = []
         """Outputs that ended with the last step."""
         self.counts = RequestCounts()
-        """What all requests took together."""
+        """Totals over all requests."""
         self.profiler = StepProfiler()
         self._names = itertools.count()
-        # Requests without a seed get one from here: a run with the same requests repeats itself.
+        # Requests without a seed get one from here, so that a run with the same requests repeats itself.
         self._seeds = np.random.default_rng(config.seed)
         if processors:
             self._use(processors)
 
     def _use(self, processors: Sequence[type[LogitsProcessor]]) -> None:
-        """Have objects of these classes change logits."""
+        """Let objects of these classes change logits."""
         assert self.core.sampler is not None
         config, device = VllmConfigView(self), self.core.config.device
         try:
@@ -104,21 +106,21 @@ class TextEngine:
         return bool(self._served) or self.core.has_work
 
     def new_id(self) -> str:
-        """A request id that was not used before, nor is one that a caller has chosen."""
+        """A request id that neither the engine nor a caller has used."""
         return next(name for name in map(str, self._names) if name not in self._served)
 
     # -- requests in -------------------------------------------------------------------------------
 
     @property
     def adapters(self) -> ServedAdapters:
-        """Those that requests may ask for; RequestError where there are none."""
+        """The adapters that requests may use. Raises RequestError if none are served."""
         if self.core.adapters is None:
             raise RequestError("no adapters are served: start the engine with enable_lora=True")
         return self.core.adapters
 
     def version_of(self, asked: LoRARequest | None, read: Adapter | None = None) -> AdapterVersion | None:
-        """What to give to `add` for a request with this adapter, loaded if it is not; `read`: what was found
-        where `ServedAdapters.path_to_read` said, if somebody has looked."""
+        """What to pass to `add` for a request with this adapter, which is loaded if it is not; `read`: the
+        adapter found at `ServedAdapters.path_to_read`, if that was read already."""
         if asked is None:
             return None
         if not isinstance(asked, LoRARequest):
@@ -133,7 +135,7 @@ class TextEngine:
         request_id: str | None = None,
         adapter: AdapterVersion | None = None,
     ) -> RequestOutput:
-        """Queue a prompt; RequestError if it cannot be served. The output grows in place with each `step`."""
+        """Queue a prompt. Raises RequestError if it cannot be served. Each `step` extends the output."""
         params = self._checked(params)
         with self.turn:
             name = self._name(request_id)
@@ -154,7 +156,7 @@ class TextEngine:
     def add_embedding(
         self, prompt: Prompt, request_id: str | None = None, adapter: AdapterVersion | None = None
     ) -> str:
-        """Queue a prompt to embed; its id."""
+        """Queue a prompt to embed and return its id."""
         with self.turn:
             name = self._name(request_id)
             text, ids, _ = self.prompts.read(prompt)
@@ -165,8 +167,8 @@ class TextEngine:
             return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a prompt now; its output as far as it got, or None if it is unknown or finished."""
-        if self.turn.is_elsewhere:  # what a forked child leaves is the parent's
+        """End a prompt now and return its output so far, or None if it is unknown or finished."""
+        if self.turn.is_elsewhere:  # in a forked child: the request is the parent's
             return None
         with self.turn:
             completions = self._served.get(_checked_name(request_id))
@@ -180,7 +182,7 @@ class TextEngine:
             return completions[0].whole
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """A copy, as it is now, with its words as token ids; RequestError for what is wrong with it."""
+        """A copy of their present state, with its words as token ids. Raises RequestError for bad values."""
         check_params(params)
         params = params.verified()
         if params.bad_words and self.tokenizer is not None:
@@ -226,11 +228,11 @@ class TextEngine:
     def _serve(self, completions: list[ServedCompletion]) -> None:
         for completion in completions:
             if (name := completion.request.request_id) in self._taken_names:
-                raise RequestError(f"request {name} is being served already: choose another id")
+                raise RequestError(f"request {name} is already being served: choose another id")
         name = completions[0].whole.request_id
         self._served[name] = completions
         try:
-            # Apart from its name a completion differs in nothing a refusal depends on: the first or none.
+            # Completions differ in name only, and no refusal depends on it: the first is refused or none.
             for completion in completions:
                 self._delivery.add(completion)
                 self._taken_names.add(completion.request.request_id)
@@ -248,7 +250,7 @@ class TextEngine:
             raise RequestError("this LLM is closed")
         name = self.new_id() if request_id is None or request_id == "" else _checked_name(request_id)
         if name in self._served:
-            raise RequestError(f"request {name} is being served already: choose another id")
+            raise RequestError(f"request {name} is already being served: choose another id")
         return name
 
     @property
@@ -256,7 +258,7 @@ class TextEngine:
         return self.core.loaded.eos_token_ids
 
     def _seeded(self, params: SamplingParams, index: int) -> SamplingParams:
-        """Of the prompt's own copy what one completion has: the same, if there is but one."""
+        """The parameters of one completion, from the prompt's copy: the same object, if there is only one."""
         own = params if params.n == 1 else params.seeded(index)
         if not own.is_greedy and own.seed is None:
             own.seed = int(self._seeds.integers(2**62))
@@ -267,7 +269,9 @@ class TextEngine:
     ) -> CompletionText | None:
         if self.tokenizer is None or not params.detokenize:
             if params.stop:
-                raise RequestError("stop strings are searched in the text, and this model has no tokenizer")
+                raise RequestError(
+                    "stop strings need a tokenizer, and this model has none: use stop_token_ids"
+                )
             return None
         detokenizer = self.tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens, behind=prompt
@@ -278,7 +282,7 @@ class TextEngine:
     # -- outputs out -------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs that grew or ended. Each is the object that `add` returned."""
+        """Run one step and return the outputs that grew or ended, each the object that `add` returned."""
         with self.turn:
             if self.is_closed:
                 raise RequestError("this LLM is closed")
@@ -296,8 +300,8 @@ class TextEngine:
             return changed
 
     def step_until(self, is_over: Callable[[], bool]) -> list[RequestOutput]:
-        """A step for somebody who waits, unless it is over: another thread may have ended what he waits for,
-        and put the engine to sleep behind it. EngineAsleepError where he would wait for ever."""
+        """Run a step for a caller that waits, unless its wait is over: another thread may have ended it, and
+        then put the engine to sleep. Raises EngineAsleepError if the caller would wait forever."""
         with self.turn:
             if is_over() and not self.is_closed:
                 return []
@@ -311,9 +315,10 @@ class TextEngine:
             self._forget(output.request_id)
 
     def sleep(self, level: int, mode: str, tell: Callable[[list[RequestOutput]], None]) -> SleepReport:
-        """Give memory back; `tell` gets the outputs that change on the way there.
+        """Release memory; `tell` gets the outputs that change on the way.
 
-        Requests are served to the end before (mode wait), go on after `wake_up` (keep), or end now (abort).
+        Mode says what happens to unfinished requests: wait serves them to the end first, keep continues them
+        after `wake_up`, abort ends them now.
         """
         with self.turn:
             self.core.sleeper.check(level, mode)
@@ -321,14 +326,14 @@ class TextEngine:
             return self.core.sleep(level)
 
     def pause(self, mode: str, clear_cache: bool, tell: Callable[[list[RequestOutput]], None]) -> None:
-        """Take no further step until `core.resume`; requests as in `sleep`."""
+        """Take no further step until `core.resume`; `mode` as in `sleep`."""
         check_mode(mode)
         with self.turn:
             self._quiet_down(mode, tell)
             self.core.pause(clear_cache=clear_cache)
 
     def _quiet_down(self, mode: str, tell: Callable[[list[RequestOutput]], None]) -> None:
-        """Have no step under way, and of requests what the mode says."""
+        """Wait for all steps under way, and treat requests as the mode says."""
         if mode == "wait":
             self.core.scheduler.resume()
             while self.core.can_step:
@@ -339,14 +344,14 @@ class TextEngine:
             tell([output for output in ended if output is not None])
 
     def settle(self, tell: Callable[[list[RequestOutput]], None]) -> None:
-        """Wait for the steps under way; `tell` gets the outputs they changed."""
+        """Wait for the steps under way; `tell` gets the outputs that they changed."""
         with self.turn:
             changed, self.ended = self._delivered(self.core.settle())
             self._forget_ended()
             tell(changed)
 
     def wake_up(self, tags: Sequence[str] | None) -> SleepReport:
-        """Take memory back, all or of these tags; requests that wait go on when everything is there."""
+        """Restore memory, all or that of these tags; waiting requests continue when everything is back."""
         with self.turn:
             return self.core.wake_up(tags)
 
@@ -356,10 +361,10 @@ class TextEngine:
         version: str | None,
         tell: Callable[[list[RequestOutput]], None],
     ) -> WeightsReport:
-        """New weights between two steps; `tell` gets the outputs of the step that ends for it."""
+        """Replace weights between two steps; `tell` gets the outputs of steps that end for it."""
         with self.turn:
             self.settle(tell)
-            # An iterator may call back, and would find some weights new and some old.
+            # An iterator may call back into the engine, and would find some weights new and some old.
             self.turn.is_inside = "an update of its weights"
             try:
                 return self.core.update_weights(new, version)
@@ -370,8 +375,8 @@ class TextEngine:
         try:
             return self._delivery.take_in(steps)
         except BaseException as error:
-            logger.exception("what a step brought could not be delivered")
-            text = f"what a step brought could not be delivered: {type(error).__name__}: {error}"
+            logger.exception("the results of a step could not be delivered")
+            text = f"the results of a step could not be delivered: {type(error).__name__}: {error}"
             ended = self._delivery.fail(steps, text, self.core.abort)
             if not isinstance(error, Exception):
                 for output in ended:
@@ -383,13 +388,13 @@ class TextEngine:
         for completion in self._served.pop(name):
             self._delivery.remove(completion)
             self._taken_names.discard(completion.request.request_id)
-        for names in tuple(self._awaited.values()):  # other threads begin and end calls meanwhile
+        for names in tuple(self._awaited.values()):  # other threads begin and end calls at the same time
             names.discard(name)
 
     @contextmanager
     def awaiting(self) -> Iterator[set[str]]:
-        """Names that a call waits for, to be filled by it: what ends is taken out, whoever's step ends it.
-        What is left at the end is aborted."""
+        """A set for the names that a call waits for; a name is removed when it ends, whichever thread's step
+        ends it. Names that are left at the end are aborted."""
         names: set[str] = set()
         self._awaited[id(names)] = names
         try:
@@ -403,7 +408,7 @@ class TextEngine:
         self.counts.ended(completions[0].whole, completions[0].request.num_prompt_tokens)
 
     def served_embedding(self, name: str) -> ServedCompletion:
-        """What was made of `add_embedding`; `outcome_of` says what came of it when it has ended."""
+        """The request that `add_embedding` queued; once it has ended, `outcome_of` gives its result."""
         [served] = self._served[name]
         return served
 
@@ -418,7 +423,7 @@ class TextEngine:
 
 
 def check_params(params: object, which: str = "") -> None:
-    """RequestError if this is something else."""
+    """Raises RequestError unless these are SamplingParams."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params{which} must be SamplingParams, not {type(params).__name__}")
     if params.n > MAX_COMPLETIONS:
@@ -427,12 +432,12 @@ def check_params(params: object, which: str = "") -> None:
 
 def _checked_name(request_id: object) -> str:
     if not isinstance(request_id, str):
-        raise RequestError(f"a request id is a text, not {type(request_id).__name__}")
+        raise RequestError(f"a request id must be a string, not {type(request_id).__name__}")
     return request_id
 
 
 def _output(name: str, text: str | None, ids: IntArray) -> RequestOutput:
     output = RequestOutput(name, text, [], [], metrics=RequestTimes())
-    # Few read it, and a list of a long prompt takes longer to make than the whole request to schedule.
+    # Few callers read it, and making a list of a long prompt takes longer than scheduling the whole request.
     output.read_later(prompt_token_ids=ids.tolist)
     return output

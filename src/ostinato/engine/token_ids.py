@@ -1,4 +1,4 @@
-"""Token ids as an array, without a step of Python for each."""
+"""Token ids as an array, without running Python code for each."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _AS_IN_NUMPY = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, 
 
 
 def token_array(ids: Any) -> IntArray:
-    """A list of integers as int32, not to be written to; as int64 if one of them is negative or does not fit.
+    """A list of integers as a read-only int32 array; int64 if one of them is negative or does not fit.
 
-    TypeError if something in it is no integer; OverflowError if one has more than 64 bits.
+    Raises TypeError if an item is not an integer, OverflowError if one has more than 64 bits.
     """
     return token_array_and_highest(ids)[0]
 
 
 def token_array_and_highest(ids: Any) -> tuple[IntArray, int]:
-    """`token_array`, and `highest` of it, which is known when it is made."""
+    """`token_array`, and its `highest`, which is already known at that point."""
     if isinstance(ids, str | bytes):
-        raise TypeError("a text is no list of integers")
+        raise TypeError("a string is not a list of integers")
     if isinstance(ids, torch.Tensor) and ids.dim() == 1 and ids.dtype in _AS_IN_NUMPY:
         ids = ids.numpy(force=True)
     elif isinstance(ids, array.array):
-        ids = np.asarray(ids)  # as it is: `_narrow` copies what can be written to
+        ids = np.asarray(ids)  # not copied here: `_narrow` copies what can be written to
     found, high = _narrow(ids) if isinstance(ids, np.ndarray) else _packed(ids)
     found.setflags(write=False)
     return found, high
 
 
 def is_token_array(ids: Any) -> bool:
-    """Whether this looks like what `token_array` makes of ids: whoever takes ids from others looks at all of
-    them once more anyway, to see whether the model knows them."""
+    """Whether this looks like a result of `token_array`. That is enough: the engine checks all ids it is
+    given once more anyway, for whether the model knows them."""
     return isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype == np.int32 and not ids.flags.writeable
 
 
 def highest(ids: IntArray) -> int:
-    """Of ids as `token_array` makes them; -1 if there are none. One that is negative and should not be there
-    counts as high."""
+    """The highest of ids made by `token_array`; -1 if there are none. An invalid negative id counts as
+    high."""
     if not len(ids):
         return -1
     found: int = ids.view(np.uint32 if ids.dtype == np.int32 else np.uint64).max().item()
@@ -54,7 +54,7 @@ def highest(ids: IntArray) -> int:
 
 def _narrow(ids: IntArray) -> tuple[IntArray, int]:
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(f"an array of {ids.ndim} dimensions of {ids.dtype} is no list of integers")
+        raise TypeError(f"an array of {ids.ndim} dimensions of {ids.dtype} is not a list of integers")
     if not ids.size:
         return _NOTHING, -1
     is_plain = ids.dtype in (np.int32, np.int64)
@@ -66,11 +66,11 @@ def _narrow(ids: IntArray) -> tuple[IntArray, int]:
 
 
 def _packed(ids: Any) -> tuple[IntArray, int]:
-    """Of anything that lists integers. `array` takes what is one and nothing else, and a third of the time of
-    numpy; of unsigned numbers, for signed ones are read by a parser."""
+    """Pack any list of integers. `array` accepts integers only, in a third of numpy's time; its unsigned type
+    is used because signed numbers go through a slow parser."""
     listed = ids if isinstance(ids, list | tuple) else list(ids)
-    if listed and isinstance(listed[0], bool):  # of these lists are, or none is: a mask in the place of ids
-        raise TypeError("truth values are no token ids")
+    if listed and isinstance(listed[0], bool):  # in these lists all or none are: a mask instead of ids
+        raise TypeError("truth values are not token ids")
     try:
         found = np.frombuffer(array.array("I", listed), dtype=np.int32) if listed else _NOTHING
         if (high := highest(found)) < 2**31:

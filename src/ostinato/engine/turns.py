@@ -1,4 +1,4 @@
-"""Whose turn an engine is: one thread at a time, in the order in which they came, and only where it lives."""
+"""Whose turn an engine is: one thread at a time, first come, first served, in the engine's process only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .parameters.sampling_params import RequestError
 from .surroundings import left
 
 _num_forks = 0
-"""From the first process to this one."""
+"""Forks from the first process to this one."""
 
 
 def _note_fork() -> None:
@@ -23,10 +23,10 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Turn:
-    """Held while something is done with an engine; a thread may hold it more than once.
+    """Held while a thread uses an engine; a thread may hold it more than once.
 
-    Threads take turns step by step, and every step takes the requests of all of them along. What
-    callers set for tensors of their own does not reach inside.
+    Threads take turns step by step, and each step advances the requests of all of them. What callers set
+    for their own tensors (autocast, a default device) does not apply inside.
     """
 
     def __init__(self) -> None:
@@ -37,15 +37,15 @@ class Turn:
         self._left: ExitStack | None = None
         self._queue: deque[tuple[int, threading.Lock]] = deque()
         self.is_inside: str | None = None
-        """What the owner is in the middle of, where nothing else can be done."""
+        """What the owner is in the middle of, if nothing else can be done there."""
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this process is a fork of the engine's: its threads and its device did not come along."""
+        """Whether this process is a fork of the engine's: its threads and device are not available here."""
         return self._num_forks != _num_forks
 
     def check_process(self) -> None:
-        """RequestError in a forked child."""
+        """Raises RequestError in a forked child."""
         if self.is_elsewhere:
             raise RequestError(
                 f"this engine belongs to process {self._pid}, and a forked child cannot use it: make an "
@@ -99,5 +99,5 @@ class Turn:
         with self._mutex:
             if (me, woken) in self._queue:
                 self._queue.remove((me, woken))
-            else:  # it has got the turn meanwhile
+            else:  # it has been given the turn meanwhile
                 self._hand_over()

@@ -1,1 +1,1 @@
-"""Grammars of strangers, each followed in a process of its own that may die, hang or be killed."""
+"""Untrusted grammars, each followed in its own process, which may die, hang or be killed."""

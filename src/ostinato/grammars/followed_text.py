@@ -1,4 +1,4 @@
-"""A text under a grammar, and the grammar with all texts under it, as the engine sees them."""
+"""A text under a grammar, and a grammar with all its texts, as the engine sees them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .process import GrammarProcess
 
 
 class Standing(Enum):
-    """Where a text stands."""
+    """The state of a text."""
 
     COMPILING = "compiling"
-    """Its grammar is not ready to be followed, or has to be made ready once more."""
+    """Its grammar is being compiled, or must be compiled again."""
     READY = "ready"
-    """It is, and the text can begin, or go on from where it was: `catch_up`."""
+    """Its grammar is compiled, and the text can begin, or continue from where it was: `catch_up`."""
     ASKED = "asked"
-    """What may come next has been asked and not been answered."""
+    """The question what may come next is not answered yet."""
     FOLLOWS = "follows"
     """`fill` says what may come next."""
     COMPLETE = "complete"
-    """It has ended as the grammar wants it."""
+    """It has ended as the grammar requires."""
     REFUSED = "refused"
     """It has a token that its grammar does not allow."""
     DEAD_END = "dead end"
@@ -41,17 +41,17 @@ _TOLD = {
 
 
 class Entries(Protocol):
-    """Who looks after the grammars that are in use."""
+    """Manages the grammars that are in use."""
 
     def join(self, text: FollowedText) -> None:
-        """A text is wanted."""
+        """A text needs its grammar."""
 
     def leave(self, text: FollowedText) -> None:
-        """A text is not wanted any more."""
+        """A text no longer needs its grammar."""
 
 
 class FollowedText:
-    """Made by `GrammarHost.text`; `begin` once it is wanted, `close` when it is not any more."""
+    """Created by `GrammarHost.text`; call `begin` when it is needed, and `close` when it no longer is."""
 
     def __init__(self, host: Entries, entry: GrammarEntry) -> None:
         self._host = host
@@ -60,19 +60,19 @@ class FollowedText:
         self._asked = self._answered = 0
         self._verdict = Verdict.FOLLOWS
         self.is_parked = False
-        """Whether its request waits for it: changes are told by `GrammarHost.attend`."""
+        """Whether its request waits for it: `GrammarHost.attend` reports changes."""
         self.num_tokens = 0
-        """Tokens that its grammar has been shown."""
+        """How many tokens its grammar has seen."""
         self.strikes = 0
-        """How often the process of its grammar died or hung over it."""
+        """How often the process of its grammar died or hung because of it."""
         self.error: str | None = None
         """Why it cannot be followed."""
         self.is_at_fault = True
-        """Whether that is for what was asked."""
+        """Whether the cause is the request itself."""
 
     @property
     def standing(self) -> Standing:
-        """Where it stands; `GrammarHost.attend` and `settle` bring it on."""
+        """Its state; `GrammarHost.attend` and `settle` advance it."""
         if self.error is not None:
             return Standing.FAILED
         if not self.entry.is_ready:
@@ -82,15 +82,16 @@ class FollowedText:
         return _TOLD[self._verdict] if self._asked == self._answered else Standing.ASKED
 
     def begin(self) -> None:
-        """Have its grammar compiled, if it is not."""
+        """Have its grammar compiled, if it is not yet."""
         self._host.join(self)
 
     def close(self) -> None:
-        """It is not wanted any more."""
+        """Call when it is no longer needed."""
         self._host.leave(self)
 
     def catch_up(self, tokens: list[int]) -> None:
-        """Begin, or begin anew, with all tokens of the text so far; nothing, if they are known."""
+        """Begin, or begin again, with all tokens of the text so far; does nothing if they are already
+        known."""
         process = self.entry.process
         is_known = self._slot is not None and self.num_tokens == len(tokens)
         if is_known or self.error is not None or process is None or not self.entry.is_ready:
@@ -99,10 +100,10 @@ class FollowedText:
         question = self._asked + 1
         slot = process.start(self, tokens, question)
         self._asked, self._slot = question, slot
-        self.num_tokens = len(tokens)  # last, here and below: whatever is interrupted is caught up with
+        self.num_tokens = len(tokens)  # last, here and below: after an interrupt, `catch_up` repeats it
 
     def accept(self, token: int) -> None:
-        """Go on behind this token: asks, and does not wait."""
+        """Continue with this token: asks, but does not wait."""
         if self._slot is not None and self.entry.process is not None:
             question = self._asked + 1
             self.entry.process.accept(self, self._slot, token, question)
@@ -110,45 +111,45 @@ class FollowedText:
         self.num_tokens += 1
 
     def told(self, question: int, verdict: Verdict) -> None:
-        """What its process says to a question; to all but the last one it is of no interest any more."""
+        """Note the answer of its process to a question; only the answer to the last question matters."""
         self.entry.num_deaths = 0
         if question == self._asked:
             self._answered, self._verdict = question, verdict
 
     def fill(self, mask: Mask) -> None:
-        """Write which tokens may come next into a contiguous mask; where the text follows its grammar."""
+        """Write which tokens may come next into a contiguous mask; only in state FOLLOWS."""
         assert self.standing is Standing.FOLLOWS
         assert self.entry.process is not None
         mask[:] = self.entry.process.memory.masks[self._slot]
 
     def release_slot(self) -> None:
-        """Its process need not know it any more."""
+        """Let its process forget it."""
         if self._slot is not None and self.entry.process is not None:
             self.entry.process.free(self._slot)
         self._slot = None
 
     def forget_process(self) -> None:
-        """Its process is gone: it has to begin anew."""
+        """Its process is gone: it must begin again."""
         self._slot = None
 
     def fail(self, error: str, *, is_at_fault: bool = True) -> None:
-        """It cannot be followed."""
+        """Mark it as impossible to follow."""
         self.error = self.error or error
         self.is_at_fault = is_at_fault
 
 
 class GrammarEntry:
-    """One grammar, from the first text under it until it is no longer worth its memory."""
+    """One grammar, from its first text until it is no longer worth its memory."""
 
     def __init__(self, specification: bytes) -> None:
         self.specification = specification
         self.texts: set[FollowedText] = set()
         self.process: GrammarProcess | None = None
-        """May be a new one every time; None while it is in the queue."""
+        """A new process may take its place at any time; None while it is queued."""
         self.num_deaths = 0
-        """How often its process ended in a row without an answer in between."""
+        """How often in a row its process ended without an answer in between."""
         self.num_culprits = 0
-        """Texts that its process died of."""
+        """Number of texts that its process died of."""
 
     @property
     def is_ready(self) -> bool:
@@ -157,7 +158,7 @@ class GrammarEntry:
 
     @property
     def culprit(self) -> FollowedText | None:
-        """Whose text its process was at work on."""
+        """The text that its process was working on."""
         found = None if self.process is None else self.process.culprit
         return next((text for text in self.texts if text is found), None)
 
@@ -168,7 +169,7 @@ class GrammarEntry:
         return int((outcome or {}).get("bytes", 0))
 
     def drop_process(self) -> None:
-        """Kill its process, if it has one; its texts have to begin anew."""
+        """Kill its process, if it has one; its texts must begin again."""
         if self.process is not None:
             self.process.kill()
             self.process = None

@@ -1,11 +1,12 @@
-"""All grammars of an engine: their queue, their processes, their limits, and who is to blame.
+"""All grammars of an engine: their queue, their processes, their limits, and which of them is to blame.
 
 Note [Blame]
-Every grammar has a process of its own, so whatever ends it is the fault of its grammar or of somebody outside
-(a signal, lack of memory). One death while compiling is forgiven, two are not; nor is time. While texts are
-followed the process notes whose turn it is: a text over which it ended or hung twice has failed, the second
-such text condemns the grammar. Everybody else under it begins anew in another process, with all tokens that
-the text has, and goes on as if nothing had been. What was condemned is refused for some minutes.
+Every grammar has its own process, so whatever ends it was caused by its grammar or from outside (a signal,
+lack of memory). One death while compiling is forgiven, a second is not; nor is exceeding the time limit.
+While texts are followed the process notes which one it works on: a text over which it died or hung twice has
+failed, and the second such text condemns the grammar. All other texts under the grammar begin again in
+another process, with all their tokens so far, and continue as if nothing had happened. A condemned grammar is
+refused for some minutes.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ _MOST_CULPRITS = 2
 _MOST_NURSERIES = 3
 _MOST_IDLE = 32
 _SOON = 0.1
-"""Seconds after which a process with nobody left to answer to is not worth keeping."""
+"""Seconds: a process that no text needs any more is not kept if it has owed an answer for longer."""
 
 
 class GrammarHost:
-    """Starts a process with the first grammar. Not thread-safe; never waits longer than it is told."""
+    """Starts a process with the first grammar. Not thread-safe; never waits longer than its limits."""
 
     def __init__(self, pack_vocabulary: Callable[[], int], vocab_size: int, limits: GrammarLimits) -> None:
-        """`pack_vocabulary`: makes the file that `nursery.pack_vocabulary` makes; called in a thread."""
+        """`pack_vocabulary`: makes the file as `nursery.pack_vocabulary` does; called in a thread."""
         self._pack = pack_vocabulary
         self._words = mask_words(vocab_size)
         self.limits = limits
         self._entries: OrderedDict[bytes, GrammarEntry] = OrderedDict()
-        """The longest unused first."""
+        """The least recently used first."""
         self._queue: deque[GrammarEntry] = deque()
         self._queued: set[GrammarEntry] = set()
         self._live: set[GrammarEntry] = set()
-        """Those with a process."""
+        """Entries with a process."""
         self._compiling: set[GrammarEntry] = set()
         self._condemned: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._changed: set[FollowedText] = set()
@@ -63,7 +64,7 @@ class GrammarHost:
     # -- texts -------------------------------------------------------------------------------------
 
     def text(self, wanted: StructuredOutputs) -> FollowedText:
-        """A text under a grammar; GrammarError if it is known to be of no use."""
+        """A text under a grammar. Raises GrammarError if the grammar is known to be unusable."""
         specification = _specification(wanted)
         since, reason = self._condemned.get(specification, (0.0, ""))
         if reason and time.monotonic() - since < _FORGET_SECONDS:
@@ -72,12 +73,12 @@ class GrammarHost:
         return FollowedText(self, entry)
 
     def warm_up(self) -> None:
-        """Be ready before the first grammar comes."""
+        """Get ready before the first grammar arrives."""
         if self._nursery is None:
             self._nursery = NurseryLink(self._pack)
 
     def join(self, text: FollowedText) -> None:
-        """A text is wanted."""
+        """A text needs its grammar."""
         entry = self._entries.setdefault(text.entry.specification, text.entry)
         self._entries.move_to_end(entry.specification)
         text.entry = entry
@@ -88,7 +89,7 @@ class GrammarHost:
         self._begin_compiling()
 
     def leave(self, text: FollowedText) -> None:
-        """A text is not wanted any more."""
+        """A text no longer needs its grammar."""
         entry = text.entry
         if text not in entry.texts:
             return
@@ -107,9 +108,9 @@ class GrammarHost:
     # -- what the processes do ---------------------------------------------------------------------
 
     def attend(self, seconds: float = 0.0) -> list[FollowedText]:
-        """See what has come of compiling and of texts that are late; wait so long for something, at most.
+        """Process the results of compiling and of late texts; wait up to `seconds` for one.
 
-        Which parked texts may stand elsewhere than before.
+        Returns the parked texts whose state may have changed.
         """
         self._begin_compiling()
         if not self._changed:
@@ -119,17 +120,17 @@ class GrammarHost:
         return changed
 
     def note(self, text: FollowedText) -> None:
-        """Tell of it with the next `attend`, in any case."""
+        """Report this text with the next `attend`, in any case."""
         self._changed.add(text)
 
     def send(self, texts: Iterable[FollowedText]) -> None:
-        """Let what was asked about these texts be worked on while others wait for other things."""
+        """Send the questions about these texts, so that processes work on them in the meantime."""
         for entry in {text.entry for text in texts}:
             if entry.process is not None:
                 entry.process.flush()
 
     def settle(self, texts: Sequence[FollowedText]) -> None:
-        """Have these texts' questions answered, as far as patience reaches."""
+        """Wait for the answers to these texts' questions, as long as patience lasts."""
         began = time.monotonic()
         patience = self._patience.now()
         while True:
@@ -147,7 +148,7 @@ class GrammarHost:
         return asked | self._compiling
 
     def _wait(self, entries: Iterable[GrammarEntry], seconds: float) -> None:
-        """Until one of them has answered, or the nursery has."""
+        """Wait until one of them, or the nursery, has answered."""
         poller, processes = select.poll(), {}
         for entry in entries:
             if (process := entry.process) is not None:
@@ -165,7 +166,7 @@ class GrammarHost:
 
     @property
     def _nursery_descriptor(self) -> int | None:
-        """Of one from which something is awaited."""
+        """The nursery's descriptor, if something is expected from it."""
         return None if self._nursery is None else self._nursery.descriptor
 
     def _look_after(self, entry: GrammarEntry, process: GrammarProcess, *, has_news: bool) -> None:
@@ -205,10 +206,10 @@ class GrammarHost:
             entry = self._queue[0]
             try:
                 entry.process = GrammarProcess(entry.specification, self._words)
-            except OSError as error:  # descriptors or memory are used up
-                logger.warning("no process for a grammar: %s", error)
+            except OSError as error:  # out of descriptors or memory
+                logger.warning("cannot start a process for a grammar: %s", error)
                 if not self._live:
-                    self._fail(entry, f"there can be no process for a grammar: {error}", is_at_fault=False)
+                    self._fail(entry, f"cannot start a process for a grammar: {error}", is_at_fault=False)
                 return
             self._queue.popleft()
             self._queued.remove(entry)
@@ -225,7 +226,7 @@ class GrammarHost:
         nursery.attend()
         if nursery.error is None:
             return
-        # All that it has forked dies with it; none of them is to blame.
+        # Everything that it has forked dies with it; no grammar is to blame.
         logger.warning("%s", nursery.error)
         nursery.close()
         self._nursery = None
@@ -266,7 +267,7 @@ class GrammarHost:
             self._queue_again(entry)
 
     def _condemn(self, entry: GrammarEntry, error: str) -> None:
-        """Refuse it, now and for some time."""
+        """Refuse it now and for some minutes."""
         self._condemned[entry.specification] = time.monotonic(), error
         while len(self._condemned) > _MOST_CONDEMNED:
             self._condemned.popitem(last=False)
@@ -284,7 +285,7 @@ class GrammarHost:
     # -- memory ------------------------------------------------------------------------------------
 
     def _forget_idle(self) -> None:
-        """Drop what nobody uses, the longest unused first, as far as it is too much."""
+        """Drop unused grammars, the least recently used first, until the rest fit."""
         idle = [entry for entry in self._entries.values() if entry in self._live and not entry.texts]
         taken, limit = sum(entry.num_bytes for entry in idle), self.limits.idle_mb * 2**20
         for at, entry in enumerate(idle):
@@ -319,9 +320,9 @@ def _specification(wanted: StructuredOutputs) -> bytes:
     try:
         found = json.dumps({"kind": kind, "text": text}, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise GrammarError(f"{kind} has half of a surrogate pair in it, which is no character") from None
+        raise GrammarError(f"{kind} contains half of a surrogate pair, which is not a character") from None
     if len(found) > MAX_SPECIFICATION_BYTES:
         raise GrammarError(
-            f"{kind} has {len(text):,} characters: a grammar may have {MAX_SPECIFICATION_BYTES:,} bytes"
+            f"{kind} has {len(text):,} characters: at most {MAX_SPECIFICATION_BYTES:,} bytes are allowed"
         )
     return found

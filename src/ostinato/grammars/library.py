@@ -1,7 +1,7 @@
-"""xgrammar, without what it imports and grammars do not need.
+"""xgrammar, without imports that grammars do not need.
 
-Its package imports torch and transformers, for masks on a device and for tokenizers of transformers: seconds
-and hundreds of MiB. Both are used here in no way, so empty modules stand in for them.
+Its package imports torch and transformers, for masks on a device and for transformers' tokenizers: seconds
+and hundreds of MiB. Neither is used here, so empty modules take their place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _USUAL = (
     '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": '
     '"array", "items": {"type": "number"}}, "d": {"type": "boolean"}}, "required": ["a"]}',
 )
-"""Schemas made of what most are made of."""
+"""Schemas with the most common parts."""
 
 
 class Library:
@@ -37,16 +37,16 @@ class Library:
             vocab_size=vocab_size,
             stop_token_ids=list(stop_token_ids),
         )
-        # One thread: processes are forked from here, and a fork takes along the thread that forks only.
+        # One thread: processes are forked from here, and a fork keeps only the thread that forks.
         self._compiler = compiler.GrammarCompiler(described, max_threads=1)
 
     def warm_up(self) -> None:
-        """Compile what most schemas have in common: those forked from here find it done."""
+        """Compile what most schemas have in common: processes forked from here then find it done."""
         for schema in _USUAL:
             self._compiler.compile_json_schema(schema)
 
     def compiled(self, kind: str, text: str) -> Any:
-        """A grammar; GrammarError if it cannot be followed."""
+        """A compiled grammar. Raises GrammarError if it cannot be followed."""
         compiler = self._compiler
         try:
             match kind:
@@ -59,28 +59,28 @@ class Library:
                 case "structural_tag":
                     return compiler.compile_structural_tag(text)
                 case _:
-                    # Not any JSON value: callers of json_object expect an object.
+                    # Not just any JSON value: callers of json_object expect an object.
                     return compiler.compile_json_schema('{"type": "object"}', any_whitespace=True)
         except MemoryError:
-            raise GrammarError("it takes more memory than a grammar may have") from None
-        except Exception as error:  # of a library, over input from outside
+            raise GrammarError("it takes more memory than a grammar is allowed") from None
+        except Exception as error:  # raised by a library, for untrusted input
             raise GrammarError(plain_words(str(error))) from None
 
     def matcher(self, compiled: Any) -> Any:
-        """A text at its beginning."""
+        """A matcher for a new text."""
         return self._matcher.GrammarMatcher(compiled)
 
 
 def plain_words(message: str) -> str:
-    """A message of the library without places in its source."""
+    """A message of the library without its source locations."""
     if "bad_alloc" in message:
-        return "it takes more memory than a grammar may have"
+        return "it takes more memory than a grammar is allowed"
     kept = _CONDITION.sub("", _PLACE_IN_SOURCE.sub("", message))
-    return " ".join(kept.split())[:500] or "the grammar library refuses it without a reason"
+    return " ".join(kept.split())[:500] or "the grammar library refuses it without giving a reason"
 
 
 def _modules() -> list[Any]:
-    """Of xgrammar: compiler, matcher, tokenizer_info."""
+    """xgrammar's modules: compiler, matcher, tokenizer_info."""
     found = importlib.util.find_spec("xgrammar")
     if found is None or found.submodule_search_locations is None:
         raise GrammarError(
@@ -94,14 +94,14 @@ def _modules() -> list[Any]:
     vars(torch).update(int32="int32", tensor=lambda *_, **__: None, Tensor=object)
     vars(transformers).update(PreTrainedTokenizerBase=object, PreTrainedTokenizerFast=object)
     sys.modules.update(torch=torch, transformers=transformers)
-    for name in ("load_binding", "exception"):  # they register what others rely on, where there are such
+    for name in ("load_binding", "exception"):  # others rely on them, in versions that have them
         if importlib.util.find_spec(f"xgrammar.{name}") is not None:
             importlib.import_module(f"xgrammar.{name}")
     return [importlib.import_module(f"xgrammar.{name}") for name in ("compiler", "matcher", "tokenizer_info")]
 
 
 def _import_without_torch(name: str) -> None:
-    """It does without, if there is none."""
+    """Import a module as if torch were not installed; does nothing if the module does not exist."""
     if importlib.util.find_spec(name) is None:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]

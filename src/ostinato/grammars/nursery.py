@@ -1,7 +1,7 @@
 """The process from which those of grammars are forked: it has the library, the vocabulary and nothing else.
 
-`python -m ostinato.grammars.nursery CONTROL VOCABULARY`: descriptors of a socket and of a file in memory. It
-ends when the socket is closed, and all it has forked end with it.
+`python -m ostinato.grammars.nursery CONTROL VOCABULARY`: descriptors of a socket and of an in-memory file. It
+ends when the socket is closed, and everything that it has forked ends with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READY = b"ready"
 
 
 def pack_vocabulary(tokens: list[bytes], vocab_size: int, stop_token_ids: list[int]) -> int:
-    """A file in memory that `_read_vocabulary` reads; its descriptor."""
+    """Write an in-memory file for `_read_vocabulary`, and return its descriptor."""
     lengths = array.array("i", map(len, tokens))
     head = json.dumps({"vocab_size": vocab_size, "stop_token_ids": stop_token_ids, "tokens": len(tokens)})
     descriptor = os.memfd_create("ostinato-vocabulary", os.MFD_CLOEXEC)
@@ -47,7 +47,7 @@ def _read_vocabulary(descriptor: int) -> tuple[list[bytes], int, list[int]]:
 
 
 def _serve(control: socket.socket, library: Library, words: int) -> None:
-    """Fork a process whenever a packet comes: its socket and its memory are with it, its limits in it."""
+    """Fork a process for every packet, which contains its limits and comes with its socket and its memory."""
     gc.collect()
     gc.freeze()
     while True:
@@ -67,7 +67,7 @@ def _serve(control: socket.socket, library: Library, words: int) -> None:
 
 
 def _fork() -> int:
-    """0 in the child; -1 if there can be none."""
+    """0 in the child; -1 if forking failed."""
     try:
         return os.fork()
     except OSError:
@@ -75,11 +75,11 @@ def _fork() -> int:
 
 
 def _tell_born(control: socket.socket, child: int) -> None:
-    """Send a handle by which the engine can kill it, whatever its number is by then."""
+    """Send a handle with which the engine can kill the child, even if its process id is reused."""
     try:
         handle = os.pidfd_open(child) if child > 0 else -1
     except OSError:
-        handle = -1  # dead already
+        handle = -1  # already dead
     if handle < 0:
         control.send(b"gone")
         return
@@ -90,17 +90,17 @@ def _tell_born(control: socket.socket, child: int) -> None:
 _NURSERY = os.getpid()
 
 if __name__ == "__main__":
-    # The engine ends it by closing the socket; a signal to the whole group is meant for the engine.
+    # The engine ends it by closing the socket; a signal to the whole process group is meant for the engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children need not be waited for
     _control = socket.socket(fileno=int(sys.argv[1]))
     try:
         _vocabulary, _vocab_size, _stops = _read_vocabulary(int(sys.argv[2]))
         _library = Library(_vocabulary, _vocab_size, _stops)
         _library.warm_up()
     except (GrammarError, ImportError, AttributeError, RuntimeError) as error:
-        _control.send(f"structured outputs cannot be had: {error}".encode()[:2000])
+        _control.send(f"structured outputs are not available: {error}".encode()[:2000])
         sys.exit(1)
     _control.send(READY)
     _serve(_control, _library, mask_words(_vocab_size))

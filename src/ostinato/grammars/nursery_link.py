@@ -1,4 +1,4 @@
-"""The engine's end of the nursery: starts it, has it fork processes, and notices when it dies or hangs."""
+"""The engine's end of the nursery: starts it, makes it fork processes, and notices when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class NurseryLink:
     """One nursery from its start to its end."""
 
     def __init__(self, pack_vocabulary: Callable[[], int]) -> None:
-        """Start one, beside: to list a vocabulary takes longer than a step."""
+        """Start a nursery, in a thread: listing a vocabulary takes longer than a step."""
         self._pack = pack_vocabulary
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._births: deque[GrammarProcess] = deque()
         self._waits_since = time.monotonic()
         self.is_ready = False
-        """Whether it forks."""
+        """Whether it can fork."""
         self.error: str | None = None
-        """Why it is of no use any more."""
+        """Why it can no longer be used."""
         self.is_hopeless = False
-        """Whether another one would fare no better."""
+        """Whether another one would fail too."""
         self._starter = threading.Thread(target=self._start, name="ostinato-nursery", daemon=True)
         self._starter.start()
 
@@ -55,7 +55,7 @@ class NurseryLink:
                     pass_fds=handed,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # the library's warnings are about what strangers wrote
+                    stderr=subprocess.DEVNULL,  # the library's warnings are about untrusted input
                     env=_environment(),
                 )
             finally:
@@ -64,15 +64,15 @@ class NurseryLink:
             ours.setblocking(False)
             self._control = ours
         except Exception as error:
-            self.error, self.is_hopeless = f"structured outputs cannot be had: {error}", True
+            self.error, self.is_hopeless = f"structured outputs are not available: {error}", True
 
     @property
     def descriptor(self) -> int | None:
-        """To wait for news on; None while there is none."""
+        """Readable when there is news; None while it does not exist."""
         return None if self._control is None or self.error is not None else self._control.fileno()
 
     def spawn(self, process: GrammarProcess, limits: GrammarLimits) -> None:
-        """Have a process forked; if that cannot be, `error` is set."""
+        """Have a process forked; sets `error` on failure."""
         assert self._control is not None
         channel, memory = process.hand_over()
         try:
@@ -91,7 +91,7 @@ class NurseryLink:
         self._births.append(process)
 
     def attend(self) -> None:
-        """Take in what it says, and see whether it still does."""
+        """Process what it has sent, and check that it still responds."""
         if self._control is None or self.error is not None:
             return
         while self._receive(self._control):
@@ -119,7 +119,7 @@ class NurseryLink:
         return self.error is None
 
     def close(self) -> None:
-        """End it, and with it all it has forked."""
+        """End it, and with it everything that it has forked."""
         self._starter.join()
         if self._control is not None:
             self._control.close()
@@ -130,7 +130,8 @@ class NurseryLink:
 
 
 def _environment() -> dict[str, str]:
-    """Of a process that finds this package, whatever lies in the current folder, and has one thread."""
+    """The environment of a process that finds this package, whatever the current folder is, with one
+    thread."""
     paths = [str(_PACKAGE_FOLDER), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -138,5 +139,5 @@ def _environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",  # further ones reserve addresses, which are what is limited
+        "MALLOC_ARENA_MAX": "1",  # more arenas reserve address space, which is what is limited
     }

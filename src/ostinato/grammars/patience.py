@@ -1,8 +1,8 @@
-"""How long a step may wait for grammars, so that nobody's text can hold up those of others.
+"""How long a step may wait for grammars, so that no text can hold up all others.
 
-A step waits for a mask that is late, since to leave its request out costs that more than a step. What has
-been waited beyond the usual is taken from an account that fills slowly; when it is empty steps wait for next
-to nothing, and requests with slow grammars go at a pace of their own.
+A step waits for a late mask, because leaving its request out costs that request more than a step. Time waited
+beyond the usual is taken from an account that fills slowly; when it is empty, steps hardly wait any more, and
+requests with slow grammars advance at their own pace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SHARE = 0.05
 
 
 class Patience:
-    """Seconds; at most `_SHARE` of all time in the long run, beside the least."""
+    """In seconds; in the long run at most `_SHARE` of all time, besides the minimum wait."""
 
     def __init__(self) -> None:
         self._credit = _CREDIT
@@ -30,5 +30,5 @@ class Patience:
         return max(_LEAST, min(_MOST_AT_ONCE, self._credit))
 
     def spend(self, seconds: float) -> None:
-        """So long it took."""
+        """Record how long a wait took."""
         self._credit = max(0.0, self._credit - max(0.0, seconds - _LEAST))

@@ -17,18 +17,18 @@ from .layout import CURRENT, NUM_SLOTS, PACKET_BYTES, Command, SharedMemory, Ver
 
 _VERDICTS = frozenset(Verdict)
 _ON_THE_WAY = -1
-"""Number of a question whose answer nobody waits for."""
+"""Number of a question whose answer is not needed."""
 
 
 class Asking(Protocol):
     """A text, as its process sees it."""
 
     def told(self, question: int, verdict: Verdict) -> None:
-        """The answer to what was asked under this number."""
+        """Receives the answer to the question with this number."""
 
 
 class GrammarProcess:
-    """From the moment it is wanted until it is dead."""
+    """The process of a grammar, from the request for it until its death."""
 
     def __init__(self, specification: bytes, words: int) -> None:
         self._channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -42,7 +42,7 @@ class GrammarProcess:
             raise
         self.memory.write_specification(specification)
         self.outcome: dict[str, Any] | None = None
-        """What came of compiling; None before."""
+        """The outcome of compiling; None before."""
         self.is_born = False
         """Whether it has begun to compile."""
         self.is_dead = False
@@ -56,23 +56,23 @@ class GrammarProcess:
         self._words: list[int] = []
         self._outbox: deque[bytes] = deque()
         self.waits_since = time.monotonic()
-        """When the oldest thing was asked that it has not answered; compiling is the first."""
+        """When the oldest unanswered question was asked; compiling is the first."""
 
     # -- birth and death ---------------------------------------------------------------------------
 
     def hand_over(self) -> tuple[socket.socket, int]:
-        """Its end of the socket and its memory; whoever takes them closes them."""
+        """Its end of the socket and its memory; the receiver must close them."""
         return self._theirs, self._memory_descriptor
 
     def born(self, handle: int | None) -> None:
-        """It runs, and can be killed by this handle; None: it is dead already."""
+        """It runs, and can be killed through this handle; None: it is already dead."""
         self._handle = handle
         self.is_born, self.waits_since = True, time.monotonic()
         if self._is_unwanted:
             self.kill()
 
     def kill(self) -> None:
-        """End it now, or as soon as it is born."""
+        """Kill it now, or as soon as it is born."""
         self._is_unwanted = True
         self._channel.close()
         if self._handle is not None:
@@ -83,14 +83,14 @@ class GrammarProcess:
 
     @property
     def culprit(self) -> Asking | None:
-        """Whose text it was at work on, of those that are still under it."""
+        """The text it was working on, if that text still exists."""
         return self._in_slots.get(int(self.memory.header[CURRENT]) - 1)
 
     # -- commands out ------------------------------------------------------------------------------
 
     @property
     def descriptor(self) -> int:
-        """To wait for verdicts on."""
+        """Readable when there are verdicts."""
         return self._channel.fileno()
 
     @property
@@ -99,14 +99,14 @@ class GrammarProcess:
         return bool(self._awaited)
 
     def is_late(self, seconds: float) -> bool:
-        """Whether a verdict is due for so long."""
+        """Whether a verdict has been due for this long."""
         return self.is_asked and time.monotonic() - self.waits_since > seconds
 
     def start(self, text: Asking, tokens: list[int], question: int) -> int | None:
-        """The slot in which a text with these tokens begins; None if all are taken.
+        """The slot in which a text with these tokens begins; None if all slots are taken.
 
-        The answer comes under number `question`. A long text is several questions; once one of them has a
-        bad answer, so have those behind it.
+        The answer comes under number `question`. A long text is several questions; once one of them is
+        answered with anything but FOLLOWS, so are the following ones.
         """
         if not self._free_slots:
             return None
@@ -121,11 +121,11 @@ class GrammarProcess:
         return slot
 
     def accept(self, text: Asking, slot: int, token: int, question: int) -> None:
-        """Go on in a slot."""
+        """Continue the text in a slot."""
         self._ask(text, question, Command.ACCEPT, slot, [token])
 
     def free(self, slot: int) -> None:
-        """A text has ended."""
+        """End the text in a slot."""
         self._add([Command.FREE, slot, 0])
         del self._in_slots[slot]
         self._free_slots.append(slot)
@@ -143,12 +143,12 @@ class GrammarProcess:
 
     def _seal(self) -> None:
         if self._words:
-            # Taken first, here and below: what an interrupt loses is noticed, what is sent twice is not.
+            # Taken first, here and below: a loss by an interrupt is noticed, sending twice is not.
             words, self._words = self._words, []
             self._outbox.append(np.array(words, dtype=np.int32).tobytes())
 
     def flush(self) -> None:
-        """Send what has been asked, as far as it takes it."""
+        """Send the questions, as far as the socket takes them."""
         self._seal()
         while self._outbox and not self.is_dead:
             packet = self._outbox.popleft()
@@ -163,7 +163,7 @@ class GrammarProcess:
     # -- verdicts in -------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Take in all that it has answered."""
+        """Process everything that it has answered."""
         while not self.is_dead:
             try:
                 packet = self._channel.recv(2 * PACKET_BYTES)
@@ -187,11 +187,11 @@ class GrammarProcess:
     def _take_verdicts(self, packet: bytes) -> None:
         first, *verdicts = np.frombuffer(packet, dtype=np.int32).tolist()
         if first != self._num_answered:
-            self.is_dead = True  # an answer was lost: the others would be taken for those of somebody else
+            self.is_dead = True  # an answer was lost: later ones would be assigned to the wrong texts
             return
         for word in verdicts:
             if not self._awaited or word not in _VERDICTS:
-                self.is_dead = True  # it talks nonsense: its memory is no longer what it was
+                self.is_dead = True  # an invalid answer: its memory is corrupt
                 return
             text, question = self._awaited[0]
             text.told(question, Verdict(word))

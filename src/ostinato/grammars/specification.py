@@ -1,8 +1,8 @@
-"""What the library is never shown: schemas that lead outside or in a circle, or that say what it would read
-over, and repetitions without end.
+"""Refuses what must not reach the library: schemas that refer outside or in a circle, or that contain what it
+would ignore, and excessive repetitions.
 
-Runs in the grammar's own process. The library takes a reference to a file for "anything", which would be a
-silent wrong answer, and follows a circle for ever.
+Runs in the grammar's own process. The library takes a reference to a file for "anything", which would
+silently give wrong answers, and follows a circle forever.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ostinato.text.schema_keywords import first_unheld
 from .limits import MAX_NESTING, MAX_REPETITIONS
 
 _DATA = frozenset(("const", "enum", "default", "examples"))
-"""What stands below these is no schema, unless they are names of properties."""
+"""What is below these is not a schema, unless they are names of properties."""
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-"""Below these stand names, and schemas below those."""
+"""Below these are names, and schemas below the names."""
 _TAG_FIELDS = {
     "any_text": "excludes max_tokens max_chars",
     "any_tokens": "exclude_tokens max_tokens",
@@ -46,14 +46,14 @@ _TAG_FIELDS = {
     "token_triggered_tags": "trigger_tokens tags exclude_tokens at_least_one stop_after_first",
     "triggered_tags": "triggers tags at_least_one stop_after_first excludes",
 }
-"""What the parts of a structural tag may have beside their type; the library reads over everything else."""
+"""The fields of each part of a structural tag besides its type. The library ignores all others."""
 _ESCAPES = frozenset("dDwWsSbBnrtfvaexucpPk")
-"""Letters that the library knows behind a backslash; some of them it refuses by name."""
+"""Letters that the library knows after a backslash; some of them it refuses by name."""
 _COUNT = re.compile(r"\{\s*(\d+)?\s*(,)?\s*(\d+)?\s*\}")
 
 
 def check(kind: str, text: str) -> None:
-    """GrammarError, by name, for what must not reach the library."""
+    """Raises GrammarError, naming what must not reach the library."""
     if kind == "json":
         _check_schema(_parsed(text))
     elif kind == "structural_tag":
@@ -70,7 +70,7 @@ def _parsed(text: str) -> Any:
         json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeEncodeError:
-        raise GrammarError("it has half of a surrogate pair in it, which is no character") from None
+        raise GrammarError("it contains half of a surrogate pair, which is not a character") from None
     except RecursionError:
         raise GrammarError(f"it is nested more than {MAX_NESTING} levels deep") from None
     except ValueError as error:
@@ -78,7 +78,7 @@ def _parsed(text: str) -> Any:
 
 
 def _check_structural_tag(tag: Any) -> None:
-    """The schemas, expressions and grammars inside are what their own fields would be."""
+    """The schemas, expressions and grammars inside are checked like those of the other fields."""
     for inner in _walk(tag, data=frozenset(("json_schema", "schema"))):
         kind = inner.get("type")
         known = _TAG_FIELDS.get(kind) if isinstance(kind, str) else None
@@ -113,7 +113,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _walk(value: Any, data: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """All objects in a value but what stands below the names in `data`."""
+    """All objects in a value, except below the names in `data`."""
     level: list[tuple[Any, bool]] = [(value, False)]
     for _ in range(MAX_NESTING):
         below: list[tuple[Any, bool]] = []
@@ -144,7 +144,7 @@ def _check_reference(schema: Any, reference: str) -> None:
             raise GrammarError(f"$ref {further[:200]!r} refers to itself and to nothing else")
         passed.add(further)
         if not further.startswith("#"):
-            return  # met on its own
+            return  # visited separately
         target = _target(schema, further)
 
 
@@ -165,19 +165,19 @@ def _target(schema: Any, reference: str) -> Any:
 
 
 def _check_expression(text: str) -> None:
-    r"""The library takes \A and \Z for letters, and others that it does not know."""
+    r"""The library reads \A and \Z as letters, and other escapes that it does not know."""
     for escape in re.findall(r"\\(.)", text, re.DOTALL):
         if escape.isascii() and escape.isalpha() and escape not in _ESCAPES:
-            raise GrammarError(f"\\{escape} is not known in expressions; they match the whole text anyway")
+            raise GrammarError(f"\\{escape} is not supported: expressions always match the whole text")
     if (reason := misread(text)) is not None:
         raise GrammarError(reason)
     _check_repetitions(text, in_quotes=False)
 
 
 def _check_repetitions(text: str, *, in_quotes: bool) -> None:
-    """Of an expression, or of a grammar, whose literals are in quotes."""
-    inside = [1]  # for each bracket that is open: the most repetitions of anything in it so far
-    last, at = 1, 0  # repetitions of what has just ended, which a count behind it multiplies
+    """Check an expression, or a grammar, whose literals are in quotes."""
+    inside = [1]  # for each open bracket: the maximum repetitions of anything in it so far
+    last, at = 1, 0  # repetitions of what has just ended; a following count multiplies them
     while at < len(text):
         character = text[at]
         if character == "\\":
@@ -196,7 +196,9 @@ def _check_repetitions(text: str, *, in_quotes: bool) -> None:
         elif found := _COUNT.match(text, at):
             last *= max(1, *(int(digits[:9]) for digits in (found[1], found[3]) if digits), 1)
             if last > MAX_REPETITIONS:
-                raise GrammarError(f"it repeats a part up to {last:,} times; {MAX_REPETITIONS:,} are allowed")
+                raise GrammarError(
+                    f"it repeats a part up to {last:,} times; at most {MAX_REPETITIONS:,} are allowed"
+                )
             inside[-1] = max(inside[-1], last)
             at = found.end()
             continue
@@ -206,7 +208,7 @@ def _check_repetitions(text: str, *, in_quotes: bool) -> None:
 
 
 def _end_of(text: str, begin: int, closing: str) -> int:
-    """Behind a class of characters or a literal."""
+    """The index after a character class or a literal."""
     at = begin + 1
     while at < len(text) and text[at] != closing:
         at += 2 if text[at] == "\\" else 1

@@ -27,24 +27,24 @@ _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class WorkerLimits(NamedTuple):
-    """What this process may take, as the engine sends it."""
+    """What this process may use, as sent by the engine."""
 
     memory_bytes: int
-    """Beyond what it has when it is forked."""
+    """Beyond what it uses when it is forked."""
     compile_seconds: float
     mask_seconds: float
-    """For one packet of commands."""
+    """CPU time for one packet of commands."""
 
 
 def die_with_parent(parent: int) -> None:
-    """When the process that forked this one ends, so does this one, whatever it is doing."""
+    """End this process when the one that forked it ends, whatever it is doing."""
     ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def serve(channel: socket.socket, memory: SharedMemory, library: Library, limits: WorkerLimits) -> None:
-    """Until the other end closes."""
+    """Serve until the other end closes."""
     _limit_memory(limits.memory_bytes)
     _end_after(limits.compile_seconds)
     outcome, compiled = _compiled_aside(library, memory.read_specification(), channel)
@@ -55,9 +55,9 @@ def serve(channel: socket.socket, memory: SharedMemory, library: Library, limits
 
 
 def _end_after(seconds: float) -> None:
-    """End by a signal after so much time of this process; 0: not at all.
+    """End by a signal after this much CPU time of this process; 0: never.
 
-    The engine kills what takes too long. This is for what nobody waits for any more.
+    The engine kills a process that takes too long. This is for one that the engine has given up.
     """
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
 
@@ -72,9 +72,9 @@ def _limit_memory(more: int) -> None:
 def _compiled_aside(
     library: Library, specification: bytes, channel: socket.socket
 ) -> tuple[dict[str, Any], Any]:
-    """In a thread that gives way to others: an attack on this machine's time is one on its engine.
+    """Compile in a thread of low priority: an attack on this machine's CPU time would slow down its engine.
 
-    If the other end closes meanwhile, nobody wants it any more.
+    If the other end closes meanwhile, the result is no longer needed.
     """
     outcome: dict[str, Any] = {"error": "the grammar could not be compiled"}
     compiled: Any = None
@@ -91,7 +91,7 @@ def _compiled_aside(
         except GrammarError as error:
             outcome["error"] = str(error)
         except MemoryError:
-            outcome["error"] = "it takes more memory than a grammar may have"
+            outcome["error"] = "it takes more memory than a grammar is allowed"
 
     poller = select.poll()
     poller.register(channel, select.POLLHUP)
@@ -105,7 +105,7 @@ def _compiled_aside(
 
 
 def _private_bytes() -> int:
-    """0 where the system does not say."""
+    """0 if the system does not say."""
     try:
         with open("/proc/self/smaps_rollup") as file:
             return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
@@ -117,7 +117,7 @@ class Texts:
     """The texts under one compiled grammar, by slot."""
 
     def __init__(self, library: Library, compiled: Any, memory: SharedMemory, seconds: float) -> None:
-        """`seconds`: that a packet may take."""
+        """`seconds`: CPU time that a packet may take."""
         self._library = library
         self._compiled = compiled
         self._memory = memory
@@ -137,14 +137,14 @@ class Texts:
                 answered += len(verdicts)
 
     def carry_out(self, words: list[int]) -> list[Verdict]:
-        """The verdict of each command that has one."""
+        """The verdicts of the commands that have one."""
         verdicts: list[Verdict] = []
         at, header = 0, self._memory.header
         while at < len(words):
             command, slot, count = words[at : at + 3]
             tokens = words[at + 3 : at + 3 + count]
             at += 3 + count
-            # If this is the end of the process, it is known whose fault it was.
+            # If the process dies here, this tells which text it died of.
             header[CURRENT] = slot + 1
             if command == Command.FREE:
                 self._matchers.pop(slot, None)
@@ -169,13 +169,13 @@ class Texts:
             mask = self._memory.masks[slot : slot + 1]
             matcher.fill_next_token_bitmask(mask, 0)
         except Exception:
-            # An error in the midst of a text, lack of memory above all: for the engine the same as a crash.
+            # An error while following a text, above all lack of memory: for the engine the same as a crash.
             os._exit(1)
         return Verdict.FOLLOWS if mask.any() else Verdict.DEAD_END
 
 
 def main(channel: socket.socket, memory: SharedMemory, library: Library, limits: WorkerLimits) -> None:
-    """`serve` as all that a process does; never returns."""
+    """Run `serve` as all that a process does; never returns."""
     try:
         serve(channel, memory, library, limits)
     except BaseException as error:

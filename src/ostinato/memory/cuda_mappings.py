@@ -157,7 +157,7 @@ class CudaMappings:
         result = self._native.map(self._of(kinds))
         if result == 0:
             return
-        # What torch keeps back would do as well.
+        # Memory in torch's cache may be enough.
         if torch.cuda.memory_reserved(self.device) > torch.cuda.memory_allocated(self.device):
             torch.cuda.empty_cache()
             result = self._native.map(self._of(kinds))

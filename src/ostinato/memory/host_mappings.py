@@ -62,7 +62,7 @@ class FileBackup:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
 
     def write(self, pages: _Pages) -> None:
-        """Write the whole block; OSError if there is no room."""
+        """Write the whole block. Raises OSError if there is no room."""
         with memoryview(pages) as view:
             for start in range(0, self.nbytes, _PIECE):
                 end = min(start + _PIECE, self.nbytes)
@@ -112,7 +112,7 @@ class HostMappings:
         memory = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
         serial = next(self._serials)
         self._entries[serial] = _Entry(weakref.ref(pages), memory.data_ptr(), size, kind)
-        # The garbage collector may call this anywhere, also while somebody goes through the entries.
+        # The garbage collector may call this anywhere, even while other code iterates over the entries.
         weakref.finalize(pages, self._gone.append, serial)
         return memory
 

@@ -326,7 +326,7 @@ def _mappings_for(device: torch.device) -> Mappings:
 
 def _kind(tag: Tag, content: Content | str) -> Kind:
     if tag not in TAGS:
-        raise SaverError(f"there is no tag {tag!r}: use {', '.join(TAGS)}")
+        raise SaverError(f"unknown tag {tag!r}: use {', '.join(TAGS)}")
     try:
         return Kind(tag, Content(content))
     except ValueError:

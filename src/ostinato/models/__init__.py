@@ -1,2 +1,2 @@
-"""Models: find one (`locate`), read its shape (`config`, `families`), build it (`transformer`), fill it
-(`weights`), and run its layers (`forms`)."""
+"""Models: find one (`locate`), read its shape (`config`, `families`), build it (`transformer`), load its
+weights (`weights`), and run its layers (`forms`)."""

@@ -1,9 +1,9 @@
-"""Where fetched and converted models are kept, and how a folder appears there whole or not at all.
+"""Where downloaded and converted models are kept, and how a folder appears there whole or not at all.
 
 Note [One at a time]
-Whoever makes a folder holds a lock on a file of its name in `locks`, which the system takes back when the
-process ends, however it ends. So two first starts do the work once, and what lies half made beside a folder
-whose lock is free was left by somebody who was killed.
+The process that makes a folder holds a lock on a file of its name in `locks`, which the system releases when
+the process ends, however it ends. So two first starts do the work once, and an unfinished folder whose lock
+is free was left by a killed process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def cache_folder() -> Path:
 
 
 def kept_whole(target: Path, make: Callable[[Path], object], damage: Callable[[Path], str | None]) -> Path:
-    """A folder in the cache, made by `make` if it is not there, and made anew if it is not as it was made.
+    """A folder in the cache, made by `make` if it does not exist, and made again if it is damaged.
 
-    `damage` says what is wrong with it. ModelError if it cannot be written.
+    `damage` says what is wrong with it, or None. Raises ModelError if it cannot be written.
     """
     _remove_leftovers(target.parent)
     if target.is_dir() and damage(target) is None:
@@ -40,7 +40,7 @@ def kept_whole(target: Path, make: Callable[[Path], object], damage: Callable[[P
         with _lock_of(target):
             if os.path.lexists(target):
                 problem = damage(target) if target.is_dir() else "it is not a folder"
-                if problem is None:  # made by another meanwhile
+                if problem is None:  # another process has made it meanwhile
                     return target
                 print(f"ostinato: {target} is being rebuilt: {problem}", file=sys.stderr, flush=True)
                 _remove(target)
@@ -52,7 +52,7 @@ def kept_whole(target: Path, make: Callable[[Path], object], damage: Callable[[P
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """OSError if there is no room for so many bytes."""
+    """Raises OSError if there is no room for this many bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, but {free:,} bytes are free")
@@ -62,7 +62,7 @@ def check_room(folder: Path, needed: int) -> None:
 def appearing_whole(target: Path) -> Iterator[Path]:
     """A temporary folder to write to, renamed to `target` at the end and removed on failure.
 
-    Two processes may do the same work at once: the first to finish wins, the other's copy is dropped.
+    Two processes may do the same work at once: the first to finish wins, the other's copy is deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -80,7 +80,8 @@ def appearing_whole(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock_of(target: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Whether nobody else makes this folder; True is sure. See Note [One at a time]."""
+    """Take the lock of a folder; yields whether it is certain that no other process is making the folder. See
+    Note [One at a time]."""
     try:
         locks = cache_folder() / "locks"
         locks.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def _lock_of(target: Path, *, wait: bool = True) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:  # another has it, or the file system has no locks
+        except OSError:  # another process has it, or the file system has no locks
             yield False
         else:
             yield True
@@ -100,7 +101,7 @@ def _lock_of(target: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what makers left who were killed."""
+    """Remove what killed processes left."""
     for leftover in folder.glob(".*-????????") if folder.is_dir() else ():
         target = folder / leftover.name[1:].rpartition("-")[0]
         with _lock_of(target, wait=False) as is_left:
@@ -109,7 +110,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _remove(target: Path) -> None:
-    """So that it is there whole or not at all, and never half."""
+    """Remove a folder in one step, so that it is never half there."""
     if target.is_dir() and not target.is_symlink():
         away = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         target.rename(away)

@@ -1,4 +1,4 @@
-"""The shape of a model, read from a Hugging Face `config.json`; what cannot run is refused here."""
+"""The shape of a model, read from a Hugging Face `config.json`; unsupported models are refused here."""
 
 import logging
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ logger = logging.getLogger("ostinato.models")
 
 SUPPORTED_ARCHITECTURES = tuple(BY_ARCHITECTURE)
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
-"""Values of `dtype` that weights may be loaded in."""
+"""Values of `dtype` in which weights can be loaded."""
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class _NotedReads(dict[str, Any]):
-    """Knows which of its keys somebody asked for."""
+    """Records which of its keys were read."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
@@ -56,13 +56,13 @@ class ModelConfig:
     layers: tuple[LayerKind, ...]
     tie_word_embeddings: bool
     has_lm_head: bool
-    """False for a bare `...Model` checkpoint: it embeds, it does not generate."""
+    """False for a bare `...Model` checkpoint, which only embeds."""
     dtype: str
-    """The dtype the checkpoint asks for: float32, float16 or bfloat16."""
+    """The checkpoint's dtype: float32, float16 or bfloat16."""
     num_labels: int = 0
-    """Of a `...ForSequenceClassification`: what it tells texts apart by; 0 for other models."""
+    """Number of labels of a `...ForSequenceClassification`; 0 for other models."""
     label_activation: str = "softmax"
-    """What makes probabilities of its logits: softmax, sigmoid; none for one that was trained without."""
+    """What turns its logits into probabilities: softmax, sigmoid; none for a regression head."""
 
     @property
     def family(self) -> Family:
@@ -71,10 +71,10 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.layers)
 
-    @cached_property  # every layer of a step asks
+    @cached_property  # read in every layer of a step
     def layer_windows(self) -> tuple[int | None, ...]:
         """Per layer: how many positions a token sees, itself included; None is all of them."""
         return tuple(kind.window for kind in self.layers)
@@ -86,7 +86,7 @@ class ModelConfig:
 
     @staticmethod
     def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """Read `path`, a `config.json` or the directory that holds one; `overrides` go before its fields."""
+        """Read `path`, a `config.json` or its directory; `overrides` take precedence over its fields."""
         file = Path(path)
         if file.is_dir():
             file = file / "config.json"
@@ -149,12 +149,12 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _num_labels(raw: Mapping[str, Any]) -> int:
-    """Without a word in the file there are two, as transformers has it."""
+    """2 if the file does not say, as in transformers."""
     return positive(raw, "num_labels", len(raw.get("id2label") or {}) or 2)
 
 
 def _label_activation(raw: Mapping[str, Any]) -> str:
-    """By the problem that the head was trained for; otherwise as vLLM does."""
+    """By the kind of problem that the head was trained for; otherwise as in vLLM."""
     problem = raw.get("problem_type")
     if problem == "regression":
         return "none"

@@ -1,4 +1,4 @@
-"""Numbers out of a `config.json`, each checked under its name."""
+"""Numbers from a `config.json`, each checked; errors name the field."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +7,12 @@ from .errors import ModelError
 
 
 def positive_float(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    """A number above zero."""
+    """A number above 0."""
     return float(_number(raw, field, default))
 
 
 def positive(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """A whole number above zero."""
+    """An integer above 0."""
     value = _number(raw, field, default)
     if value != int(value):
         raise ModelError(f"{field} must be a whole number, not {value!r}")

@@ -1,4 +1,4 @@
-"""The `config.json` of a model or of a head that drafts."""
+"""The `config.json` of a model or of a draft head."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,8 @@ from .errors import ModelError
 
 
 def read_config_file(file: Path, who_has_one: str) -> dict[str, Any]:
-    """The object in it; ModelError if there is none. `who_has_one`: said where the file is missing."""
+    """The file's object. Raises ModelError if there is none; `who_has_one` is added if the file is
+    missing."""
     if not file.is_file():
         raise ModelError(f"{file} does not exist; {who_has_one}")
     try:

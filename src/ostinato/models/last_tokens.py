@@ -1,7 +1,7 @@
 """The last tokens of a step's requests.
 
-Of a prompt nobody wants to know more than what its last token leads to: the others matter for the keys and
-values that they leave, and behind attention of the last layer not even for these.
+For a prompt, only the result of its last token is needed: the other tokens matter for their keys and values
+only, and after the last layer's attention not even for these.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from .mixing import Attend
 
 @dataclass(frozen=True, eq=False)
 class LastTokens:
-    """R of the T tokens of a step; the last layer of a model goes on with these alone."""
+    """R of the T tokens of a step; the last layer of a model continues with these only."""
 
     places: Tensor
     """Integers [R]: where they are among the tokens."""
 
     attend: Attend
-    """As the step's own, from all tokens [T] to attention of these [R, Hq, D]: keys and values of all are
-    kept."""
+    """Like the step's own, from all tokens [T] to attention of these [R, Hq, D]; keys and values of all
+    tokens are stored."""
 
     adapters: Adapters | None = None
-    """What is added to products of these."""
+    """What is added to the products of these tokens."""

@@ -1,4 +1,4 @@
-"""One layer of a model: its weights under the names that checkpoints know, and what kind of layer it is."""
+"""One layer of a model: its weights, under their checkpoint names, and its kind."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from .room import Room
 
 
 class Layer(nn.Module):
-    """Attention, then the feed-forward network, each added to what came in; `forms` says in which steps."""
+    """Attention, then the feed-forward network, each added to its input; `forms` defines the operations."""
 
     def __init__(self, config: ModelConfig, index: int, room: Room) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Attention(nn.Module):
     """The projections around attention."""
 
     def __init__(self, config: ModelConfig, index: int, room: Room, in_features: int | None = None) -> None:
-        """`in_features`: the width of what it projects, if not the model's."""
+        """`in_features`: width of the input, if not the model's."""
         super().__init__()
         kind = config.layers[index]
         self.index = index

@@ -1,7 +1,7 @@
-"""What a transformer is made of: holders of weights, which `weights` fills, and the rotary table.
+"""The parts of a transformer: holders of weights, which `weights` fills, and the rotary table.
 
-What a step does with the weights of a layer is up to its form: see `forms`. Shapes in comments: T tokens,
-H hidden size, D head dimension.
+What a step does with a layer's weights is decided by its form: see `forms`. Shapes in comments: T tokens, H
+hidden size, D head dimension.
 """
 
 import math
@@ -19,7 +19,7 @@ from .rope import RopeConfig
 class Linear(nn.Module):
     """Holds the matrix and the bias of `x @ weight.T + bias`.
 
-    Several checkpoint layers with the same input may lie in it, one below the other: `parts` are their rows.
+    Several checkpoint layers with the same input may be stacked in it: `parts` are their rows.
     """
 
     bias: nn.Parameter | None
@@ -45,7 +45,7 @@ class Linear(nn.Module):
 
     @property
     def matrix(self) -> Weight:
-        """The weight as kernels take it."""
+        """The weight in the form that kernels take."""
         return Weight(self.weight, None, self.format, self.shard_dim, self.parts)
 
 
@@ -67,7 +67,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Scales the last dimension to a mean square of one, in float32 whatever the dtype of the model."""
+    """Scales the last dimension to a mean square of 1, in float32 whatever the dtype of the model."""
 
     def __init__(self, room: Room, width: int, eps: float) -> None:
         super().__init__()
@@ -127,10 +127,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> Tensor:
-    """How far each pair is stretched: 0 for those that turn fast, 1 for those that turn slowly."""
+    """How much each pair is stretched: 0 for those that turn fast, 1 for those that turn slowly."""
 
     def pair_that_turns(times: float) -> float:
-        """In the original context; not a whole number."""
+        """The index of the pair that turns this often in the original context; not an integer."""
         per_pair = math.log(rope.theta) * 2 / head_dim
         return math.log(rope.original_max_positions / (times * 2 * math.pi)) / per_pair
 

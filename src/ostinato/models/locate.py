@@ -1,4 +1,4 @@
-"""From what a user calls a model to a directory with `config.json`, safetensors and tokenizer files."""
+"""From the model that a user names to a directory with `config.json`, safetensors and tokenizer files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from .errors import DownloadError, ModelError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 _NOT_FROM_HUB = ["consolidated*.safetensors"]
-"""The weights once more, in Mistral's own format."""
+"""A second copy of the weights, in Mistral's own format."""
 
 
 def locate_model(
@@ -21,8 +21,8 @@ def locate_model(
     """The directory of `model`: None for the default model, a model directory, a .gguf file (converted into
     the cache on first use), or the name of a repository on the Hugging Face hub.
 
-    `revision`, `download_dir` and `with_pickles` are about the hub: which commit, where it is kept, and
-    whether files of pickled tensors are fetched as well."""
+    `revision`, `download_dir` and `with_pickles` apply to the hub: which commit, where it is kept, and
+    whether files of pickled tensors are downloaded too."""
     is_here = model is None or Path(model).expanduser().exists()
     if is_here and revision not in (None, "main"):
         raise ModelError(
@@ -69,9 +69,7 @@ def _from_hub(name: str, revision: str | None, download_dir: str | None, files: 
             cache_dir=download_dir,
         )
         return Path(fetched)
-    except (
-        Exception
-    ) as error:  # whatever the network and the hub come up with, the user needs the same advice
+    except Exception as error:  # whatever the network and the hub raise, the user needs the same advice
         raise DownloadError(
             f"{name!r} is not a directory on this machine and could not be downloaded from the hub: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}. "

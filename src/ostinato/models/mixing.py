@@ -1,6 +1,6 @@
-"""How the tokens of a step see each other: from the rows of a layer's QKV projection to attention.
+"""How the tokens of a step attend to each other: from the rows of a layer's QKV projection to attention.
 
-Which tokens belong together, and where keys and values are kept, is up to the caller's `attend`.
+The caller's `attend` decides which tokens belong together, and where keys and values are stored.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .layer import Attention
 from .layers import RotaryTable, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]`; keeps k and v for later steps.
+"""`attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]`; stores k and v for later steps.
 k and v may be views with gaps between tokens: use their strides."""
 
 AttendRows = Callable[[int, Tensor, HeadPreparation], Tensor]
@@ -46,7 +46,7 @@ class Mix(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FromRows:
-    """The caller's attention takes the rows as they are."""
+    """The caller's attention takes the rows unchanged."""
 
     attend: StepAttention
     rotary: Tensor
@@ -59,7 +59,7 @@ class FromRows:
 
 @dataclass(frozen=True, eq=False)
 class FromHeads:
-    """Heads are normalised and turned here; `cos` and `signed_sin` are those of the step's positions."""
+    """Heads are normalised and rotated here; `cos` and `signed_sin` are those of the step's positions."""
 
     attend: Attend
     cos: Tensor
@@ -80,7 +80,7 @@ class FromHeads:
 
 
 def mix_of(attend: Attend, rotary: RotaryTable, positions: Tensor) -> Mix:
-    """How tokens at these positions [T] see each other, in every layer of a step."""
+    """How tokens at these positions [T] attend to each other, in every layer of a step."""
     if isinstance(attend, StepAttention):
         return FromRows(attend, rotary.table)
     return FromHeads(attend, *rotary(positions))

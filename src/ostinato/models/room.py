@@ -1,4 +1,4 @@
-"""Room for a module's weights: made by torch, or by whoever places the model in memory."""
+"""Memory for a module's weights: allocated by torch, or by the caller that places the model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ostinato.kernels.allocation import Allocate, allocated
 
 @dataclass(frozen=True)
 class Room:
-    """Where the weights of one module go."""
+    """Where the weights of one module are allocated."""
 
     device: torch.device
     dtype: torch.dtype
     allocate: Allocate | None = None
-    """None: torch."""
+    """None: torch allocates."""
     module: str = ""
-    """Whose room it is, as `named_modules` calls it."""
+    """The module's name in `named_modules`."""
 
     def of(self, name: str) -> Room:
-        """That of a module inside."""
+        """The room of a submodule."""
         return replace(self, module=f"{self.module}.{name}" if self.module else name)
 
     def parameter(self, name: str, *shape: int) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""How positions become rotation angles, as a `config.json` says it."""
+"""How positions become rotation angles, as specified by a `config.json`."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from .config_fields import positive, positive_float
 from .errors import ModelError, UnsupportedModelError
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-"""Values of `rope_type` that the engine computes."""
+"""Supported values of `rope_type`."""
 
 
 @dataclass(frozen=True)
@@ -21,29 +21,29 @@ class RopeConfig:
     kind: str = "default"
     """One of `SUPPORTED_ROPE`."""
     factor: float = 1.0
-    """How far the context is stretched."""
+    """By how much the context is stretched."""
     low_freq_factor: float = 1.0
-    """llama3: wavelengths longer than original_max_positions / this are stretched in full."""
+    """llama3: wavelengths longer than original_max_positions / this are stretched fully."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths shorter than original_max_positions / this are left alone."""
+    """llama3: wavelengths shorter than original_max_positions / this are not stretched."""
     original_max_positions: int = 8192
     """llama3, yarn: the context length before stretching."""
     beta_fast: float = 32.0
-    """yarn: pairs that turn more often than this in the original context are left alone."""
+    """yarn: pairs that turn more often than this in the original context are not stretched."""
     beta_slow: float = 1.0
-    """yarn: pairs that turn less often are stretched in full."""
+    """yarn: pairs that turn less often than this are stretched fully."""
     attention_factor: float = 1.0
-    """yarn: what queries and keys are multiplied by."""
+    """yarn: factor for queries and keys."""
 
 
 _NAMES = ("rope_parameters", "rope_scaling")
-"""Of transformers 5, and of before, when `rope_theta` stood beside it."""
+"""The names in transformers 5 and in earlier versions, which had `rope_theta` beside it."""
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides` before the fields of `raw`; for rotations under whichever names either of them has.
+    """`raw` with `overrides`; overridden rope parameters replace those under either name.
 
-    The base stays what it was unless they give one.
+    The base, `rope_theta`, stays unless they set it.
     """
     kept = dict(raw)
     if not overrides.keys().isdisjoint(_NAMES):
@@ -57,7 +57,7 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 
 
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """`rope_parameters` (transformers 5) or `rope_theta` beside `rope_scaling` (before)."""
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions)."""
     found = [_read(raw, given) for name in _NAMES if (given := raw.get(name))]
     if found and found[0] != found[-1]:
         raise ModelError("rope_parameters and rope_scaling contradict each other: keep one of them")
@@ -65,7 +65,7 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
 
 
 def _base(raw: Mapping[str, Any]) -> Any:
-    """`rope_theta`, wherever it stands."""
+    """`rope_theta`, wherever it is."""
     inside = [given.get("rope_theta") for name in _NAMES if isinstance(given := raw.get(name), Mapping)]
     return next((theta for theta in inside if theta is not None), None) or raw.get("rope_theta") or 10_000.0
 
@@ -98,8 +98,8 @@ def _read(raw: Mapping[str, Any], given: Any) -> RopeConfig:
 
 
 def longest_context(raw: Mapping[str, Any], rope: RopeConfig) -> int:
-    """How far positions go: as far as they are stretched, of which max_position_embeddings of a `config.json`
-    knows nothing unless they are stretched as in Llama 3."""
+    """The number of positions after stretching, which a `config.json` includes in max_position_embeddings
+    only for Llama 3's kind of stretching."""
     if rope.kind == "yarn":
         return int(rope.original_max_positions * rope.factor)
     written = positive(raw, "max_position_embeddings", 2048)

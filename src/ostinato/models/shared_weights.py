@@ -1,4 +1,4 @@
-"""The weights of a model as tensors that somebody else may train, at the same addresses."""
+"""The weights of a model as tensors that others may train, at the same addresses."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from .weights import checkpoint_tensors
 def shared_weights(model: Transformer) -> dict[str, Tensor]:
     """Every weight under its checkpoint name, over the model's own memory.
 
-    Ordinary tensors, whatever mode the model was made in: autograd may keep them, optimizers may write them.
+    Ordinary tensors, whatever mode the model was created in: autograd may save them, optimizers may write
+    them.
     """
     with torch.inference_mode(False), torch.no_grad():
         return {

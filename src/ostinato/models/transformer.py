@@ -1,8 +1,8 @@
 """The one transformer: Llama, Mistral, Qwen2 and Qwen3 differ only in their `ModelConfig`.
 
-Tokens of all requests are flattened into one dimension T; which of them see each other is up to the caller's
-`attend` function (`mixing`). How the steps of a layer are joined depends on the number of tokens (`forms`).
-Shapes: H hidden size, D head dimension, Hq/Hkv query and KV heads.
+Tokens of all requests are flattened into one dimension T; the caller's `attend` function decides which of
+them see each other (`mixing`). How the operations of a layer are joined depends on the number of tokens
+(`forms`). Shapes: H hidden size, D head dimension, Hq/Hkv query and KV heads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class Transformer(nn.Module):
 
     lm_head: Linear | None
     score: Linear | None
-    """From a last hidden state to labels; whoever wants them multiplies, outside of steps."""
+    """From a last hidden state to labels; applied by callers, outside of steps."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Transformer(nn.Module):
     ) -> None:
         """`max_positions` bounds the rotary table, by default at the model's own context length.
 
-        `allocate` gives memory for the weights, by the names of `named_parameters`.
+        `allocate` allocates the weights, by the names of `named_parameters`.
         """
         super().__init__()
         self.config = config
@@ -81,11 +81,10 @@ class Transformer(nn.Module):
         taps: Taps | None = None,
         last: LastTokens | None = None,
     ) -> Tensor:
-        """input_ids and positions, both int64 [T], to normalised hidden states [T, H]; with `last` to those
-        of these tokens, [R, H].
+        """input_ids and positions, both int64 [T], to normalised hidden states [T, H]; with `last`, only
+        those of its tokens, [R, H].
 
-        What `adapters` make of the input of linear layers is added to their products. `taps` take hidden
-        states on the way.
+        `adapters` add to the products of linear layers. `taps` copy hidden states on the way.
         """
         x = self.embed_tokens(input_ids)
         if taps is not None:
@@ -99,17 +98,18 @@ class Transformer(nn.Module):
         return self.form(x.size(0), adapters).through(layers, x, mix, self.norm, taps, rest)
 
     def form(self, num_tokens: int, adapters: Adapters | None = None) -> Form[Any]:
-        """How a step of so many tokens runs."""
+        """The form in which a step of this many tokens runs."""
         weight = self.embed_tokens.weight
         step = Step(num_tokens, self.matrix_shapes, self._formats, weight.dtype, weight.device)
         return form_of(step, adapters)
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Inside, steps launch every kernel that they would, and no layer whose kernels another has launched.
+        """Inside, a step skips layers that would launch no kernel that another has not launched.
 
-        What they return is of no use. The first layer has nothing to add, unlike others of its kind. A last
-        layer of some of the tokens takes the place of the second, which steps for all tokens try out.
+        Results are meaningless. The first layer has nothing to add, unlike others of its kind, so the second
+        one runs too. With `last` tokens, a last layer runs in place of the second, which steps for all tokens
+        try out.
         """
         kinds = self.config.layers
         first_of_each = {kinds.index(kind) for kind in kinds}
@@ -121,12 +121,12 @@ class Transformer(nn.Module):
             self._run = all_layers
 
     def products_of(self, num_tokens: int, num_outputs: int) -> list[tuple[MatrixShape, int]]:
-        """The matrices of a step with the rows that each is multiplied with."""
+        """The matrices of a step, each with the number of rows that it is multiplied with."""
         head = MatrixShape(self.config.vocab_size, self.config.hidden_size)
         return [*((shape, num_tokens) for shape in self.matrix_shapes), (head, num_outputs)]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Hidden states [n, H] to float32 scores of every token id [n, vocab], in `out` if that is given."""
+        """From hidden states [n, H] to float32 scores of every token id [n, vocab], in `out` if given."""
         if not self.config.has_lm_head:
             raise ModelError(
                 f"{self.config.architecture} has no output layer: it can embed, but not generate"

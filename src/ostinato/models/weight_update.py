@@ -1,14 +1,14 @@
-"""New weights into the memory of the old ones, all of them or none.
+"""Writes new weights into the memory of the old ones, all of them or none.
 
-Addresses stay, so captured graphs compute with the new weights. Names are those of the checkpoint; what a
-kernel wants fused is fused already, for every name is a view of where it lies.
+Addresses stay, so captured graphs compute with the new weights. Names are those of the checkpoint; weights
+that kernels need fused are fused by being written, because every name is a view of its place in memory.
 
 Note [All or none]
-Of a mapping, a list or a directory everything is checked before the first byte is written. An iterator shows
-what it has only as it goes, and a file may be unreadable in the middle: there each weight is copied to the
-host before it is overwritten, and put back if the update does not come to its end. A mapping's tensors are at
-hand and take one copy each, so nothing is kept of the old, and an interrupt waits until all are written; were
-the device to fail in between, the update says that the weights are torn, and its caller must not use them.
+A mapping or a list is checked completely before the first byte is written. Its tensors are available and take
+one copy each, so no old weights are kept, and an interrupt waits until all are written; if the device fails
+in between, the update reports torn weights, and its caller must not use them. An iterator reveals its weights
+only one by one, and a directory's file may become unreadable in the middle: there each old weight is copied
+to the host before it is overwritten, and restored if the update does not finish.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .weights import OUTPUT_LAYER, are_equal, checkpoint_tensors, ignorable, is_
 logger = logging.getLogger("ostinato.models")
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Weights by the names of the checkpoint; not necessarily all."""
+"""Weights by their names in the checkpoint; not necessarily all."""
 
 _COMPUTED_WITH = ("architecture", "rope", "rms_norm_eps", "layers", "tie_word_embeddings")
-"""What of a `config.json` no shape of a weight shows."""
+"""Fields of a `config.json` that do not show in any weight's shape."""
 _READABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TornWeightsError(WeightsError):
-    """Some weights are new, some old: nothing may be computed before all of them are written again."""
+    """Some weights are new, some old: nothing may be computed until all of them are written again."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,15 @@ class UpdatedWeights:
     names: tuple[str, ...]
     num_bytes: int
     is_complete: bool
-    """Whether it was every weight of the model."""
+    """Whether every weight of the model was written."""
 
 
 def update_weights(
     model: Transformer, new: NamedTensors | str | Path, places: WeightPlaces | None = None
 ) -> UpdatedWeights:
-    """Write new weights in place: a directory's, which must have all, or those given; WeightsError if one of
-    them does not fit, with nothing changed. `places`: of this model, where they are known."""
+    """Write new weights in place: a directory's, which must be complete, or the given ones. Raises
+    WeightsError if one of them does not fit; nothing has changed then. `places`: those of this model, if
+    known."""
     places = places or WeightPlaces(model)
     if isinstance(new, str | Path):
         _tell_of_another_config(Path(new), model.config)
@@ -74,10 +75,11 @@ def update_weights(
 
 
 def _tell_of_another_config(directory: Path, config: ModelConfig) -> None:
-    """Weights are taken, a `config.json` beside them is not: of other rotary frequencies, say."""
+    """Warn if the `config.json` beside the weights differs, in rotary frequencies, say: only weights are
+    used."""
     try:
         given = ModelConfig.load(directory)
-    except ModelError:  # there is none, or none of ours: the weights themselves will be checked
+    except ModelError:  # missing or not supported: the weights themselves will be checked
         return
     others = [name for name in _COMPUTED_WITH if getattr(given, name) != getattr(config, name)]
     if others:
@@ -90,12 +92,12 @@ def _tell_of_another_config(directory: Path, config: ModelConfig) -> None:
 
 
 def check_weights(model: Transformer, new: NamedTensors) -> None:
-    """WeightsError if one of them does not fit; nothing is written."""
+    """Raises WeightsError if one of them does not fit. Writes nothing."""
     _checked(WeightPlaces(model), new)
 
 
 class WeightPlaces:
-    """Where every weight of a model lies. To find out takes as long as many small updates."""
+    """Where every weight of a model lies. Finding out takes as long as many small updates."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
@@ -103,7 +105,7 @@ class WeightPlaces:
         self.names = self.views.keys()
         [layer] = model.config.family.tensors.of("embed_tokens")
         self.embeddings = f"{layer}.weight"
-        """What they are called."""
+        """The name of the embeddings."""
         self._short = {name.removeprefix("model."): name for name in self.views}
         self._found = [
             (module._parameters, name, parameter.data_ptr())
@@ -112,12 +114,12 @@ class WeightPlaces:
         ]
         storages = [view.untyped_storage() for view in self.views.values()]
         self._memory = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages})
-        """Where it begins and ends."""
+        """Beginnings and ends of the model's memory."""
 
     def name_of(self, given: object) -> str | None:
-        """The weight that is meant; None for one that the model does not need."""
+        """The model's name of this weight; None if the model does not need it."""
         if not isinstance(given, str):
-            raise WeightsError(f"a weight's name must be a text, not {type(given).__name__}")
+            raise WeightsError(f"a weight's name must be a string, not {type(given).__name__}")
         short = given.removeprefix("model.")
         if short in self._short:
             return self._short[short]
@@ -126,12 +128,12 @@ class WeightPlaces:
         raise WeightsError(f"weight {given} has no place in {self._model.config.architecture}")
 
     def is_tied(self, given: object) -> bool:
-        """Whether this name is that of an output layer which is the embeddings."""
+        """Whether this is the name of an output layer that is the same tensor as the embeddings."""
         return isinstance(given, str) and is_tied(given.removeprefix("model."), self._model.config)
 
     def check_tied(self, output: object, embeddings: Tensor | None) -> None:
-        """An output layer that is not written has to be the embeddings: those given with it, or (None) those
-        that are there, which may be about to change."""
+        """An output layer that is not written must equal the embeddings: those given with it, or (None) the
+        present ones, which may be about to change."""
         name, held = self.embeddings, self.views[self.embeddings]
         given = self.checked(name, output, as_named=OUTPUT_LAYER)
         if are_equal(given, held if embeddings is None else embeddings.to(held.device, held.dtype)):
@@ -142,7 +144,7 @@ class WeightPlaces:
         logger.warning("%s: it is not updated; only %s can be", what, name)
 
     def checked(self, name: str, given: object, as_named: str = "") -> Tensor:
-        """The tensor, if it can be written to that place. `as_named`: what errors call it instead."""
+        """The tensor, if it can be written to its place. `as_named`: its name in errors, if different."""
         view = self.views[name]
         name = as_named or name
         if not isinstance(given, Tensor):
@@ -163,28 +165,28 @@ class WeightPlaces:
             raise WeightsError(
                 f"weight {name} has no memory, probably because it is sharded or offloaded: gather it first"
             )
-        # What lies in the model's own memory may be overwritten before it is read.
+        # A tensor in the model's own memory might be overwritten before it is read.
         is_same = given.data_ptr() == view.data_ptr() and given.stride() == view.stride()
         return given.clone() if self._is_own(given) and not is_same else given
 
     def _is_own(self, given: Tensor) -> bool:
-        """Whether it lies in the model's memory, whatever torch or numpy call the storage that it is in."""
+        """Whether it lies in the model's memory, even if torch or numpy use another storage object for it."""
         address = given.data_ptr()
         begin, end = self._memory[max(0, bisect_right(self._memory, (address, math.inf)) - 1)]
         return begin <= address < end
 
     def wait(self) -> None:
-        """Until all is written: who has lent the memory of what was given may use it again."""
+        """Wait until all is written: then the memory of the given tensors may be reused."""
         device = self._model.embed_tokens.weight.device
         if device.type == "cuda":
             try:
                 torch.cuda.current_stream(device).synchronize()
             except RuntimeError as error:
-                raise TornWeightsError(f"an update of weights was broken off: {error}") from error
+                raise TornWeightsError(f"an update of weights was interrupted: {error}") from error
 
     @property
     def are_current(self) -> bool:
-        """Whether every parameter is where it was found."""
+        """Whether every parameter is still at the address where it was found."""
         return not self._num_moved
 
     @property
@@ -218,7 +220,7 @@ def _checked(places: WeightPlaces, new: NamedTensors) -> dict[str, Tensor]:
 
 
 def _replace_at_once(places: WeightPlaces, new: NamedTensors) -> dict[str, Tensor]:
-    """Everything is at hand: checked first, then written without a pause."""
+    """Everything is available: check all first, then write all."""
     checked = _checked(places, new)
     for given, tensor in new.items() if isinstance(new, Mapping) else new:
         if places.is_tied(given):
@@ -226,7 +228,7 @@ def _replace_at_once(places: WeightPlaces, new: NamedTensors) -> dict[str, Tenso
     try:
         interrupt = _write_all(places, checked)
     except Exception as error:
-        raise TornWeightsError(f"an update of weights was broken off: {error}") from error
+        raise TornWeightsError(f"an update of weights was interrupted: {error}") from error
     if interrupt is not None:
         raise interrupt
     return checked
@@ -235,7 +237,7 @@ def _replace_at_once(places: WeightPlaces, new: NamedTensors) -> dict[str, Tenso
 def _replace(
     places: WeightPlaces, pairs: Iterable[tuple[object, object]], must_have: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """One after the other; the old ones are kept on the host until all are written."""
+    """Write one after the other; old weights are kept on the host until all are written."""
     kept: dict[str, Tensor] = {}
     output_layers = []
     try:
@@ -243,7 +245,7 @@ def _replace(
             name = places.name_of(given)
             if name is None:
                 if places.is_tied(given):
-                    # What is lent by an iterator may be another one's when that goes on.
+                    # An iterator may reuse a tensor's memory when it continues.
                     output_layers.append(
                         tensor.to("cpu", copy=True) if isinstance(tensor, Tensor) else tensor
                     )
@@ -265,7 +267,7 @@ def _replace(
 
 
 def _write_all(places: WeightPlaces, tensors: Mapping[str, Tensor]) -> KeyboardInterrupt | None:
-    """All of them, also if somebody interrupts; the interrupt, to be raised afterwards."""
+    """Write all, even if interrupted; returns the interrupt, to be raised afterwards."""
     left, interrupt = list(tensors.items()), None
     while left:
         try:

@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face directory, or made up, into a `Transformer`, every tensor accounted for."""
+"""Loads weights from a Hugging Face directory, or random ones, into a `Transformer`; checks every tensor."""
 
 import json
 import zlib
@@ -21,7 +21,7 @@ LoadFormat = Literal["safetensors", "dummy"]
 """`safetensors` reads the checkpoint; `dummy` makes deterministic random weights from `config.json` alone."""
 
 OUTPUT_LAYER = "lm_head.weight"
-"""Of a checkpoint; one whose output layer is its embeddings may have it and may not."""
+"""Name in checkpoints; if the output layer is tied to the embeddings it may be missing."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _READABLE_DTYPES = {"F32", "F16", "BF16"}
@@ -40,7 +40,7 @@ def load_model(
 ) -> Transformer:
     """Build the model of `directory` with its weights on `device` in `dtype` (default: the checkpoint's).
 
-    `allocate`: who gives memory for them, if not torch. `config`: what it is, if not as `directory` says.
+    `allocate`: allocates the weights instead of torch. `config`: the model's shape, if not as in `directory`.
     """
     config = config or ModelConfig.load(directory)
     model = Transformer(
@@ -57,7 +57,7 @@ def load_model(
 def fill_model(
     model: Transformer, directory: str | Path, *, load_format: LoadFormat = "safetensors", seed: int = 0
 ) -> None:
-    """Give a model that was only allocated its weights, in place."""
+    """Load the weights of a model that was only allocated, in place."""
     if load_format == "dummy":
         fill_with_random_weights(model, seed)
     elif load_format == "safetensors":
@@ -68,7 +68,7 @@ def fill_model(
 
 def checkpoint_tensors(model: Transformer) -> dict[str, Tensor]:
     """Every weight under its checkpoint name, as a view of the parameter that holds it: copy into a view to
-    load, read it to export. Fused layers appear as their parts, where the checkpoint has them apart."""
+    load, read it to export. Fused layers appear as their parts if the checkpoint has them separately."""
     views: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
@@ -81,7 +81,7 @@ def checkpoint_tensors(model: Transformer) -> dict[str, Tensor]:
 
 def load_weights(model: Transformer, directory: str | Path) -> None:
     """Copy the checkpoint in `directory` into `model`, in place: no address changes."""
-    # A checkpoint saved from the bare model has no "model." before its names.
+    # A checkpoint saved from the bare model has names without "model.".
     wanted = {name.removeprefix("model."): view for name, view in checkpoint_tensors(model).items()}
     loaded: set[str] = set()
     output_layer: Tensor | None = None
@@ -151,36 +151,37 @@ def _copy(tensor: _StoredTensor, target: Tensor) -> None:
 
 
 def ignorable(name: str, config: ModelConfig) -> bool:
-    """A tied or bare model has no use for a stored output layer; old checkpoints hold rotary frequencies."""
+    """Whether a tensor is not needed: a tied or bare model's output layer, or rotary frequencies, which old
+    checkpoints contain."""
     return (name == OUTPUT_LAYER and (config.tie_word_embeddings or not config.has_lm_head)) or name.endswith(
         "rotary_emb.inv_freq"
     )
 
 
 def is_tied(name: str, config: ModelConfig) -> bool:
-    """Whether this is an output layer that should be the embeddings once more."""
+    """Whether this is an output layer that must equal the embeddings."""
     return name == OUTPUT_LAYER and config.tie_word_embeddings and config.has_lm_head
 
 
 def are_equal(given: Tensor, held: Tensor) -> bool:
-    """Whether this is what is held, in the dtype in which it is held."""
+    """Whether these are equal in the dtype of the held tensor."""
     return given.shape == held.shape and torch.equal(given.to(held.device, held.dtype), held)
 
 
 def stored_weights(directory: Path, device: torch.device) -> Generator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint with its name, placed on `device` as it is asked for."""
+    """Every tensor of a checkpoint with its name, read onto `device` when it is its turn."""
     for tensor in _stored_tensors(directory, device):
         yield tensor.name, tensor.reader.get_tensor(tensor.name)
 
 
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The names in a checkpoint with their shapes; no tensor is read."""
+    """The names in a checkpoint with their shapes; reads no tensor."""
     tensors = _stored_tensors(directory, torch.device("cpu"))
     return {each.name: tuple(each.reader.get_slice(each.name).get_shape()) for each in tensors}
 
 
 def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTensor]:
-    """Readers that place what they read on `device` at once."""
+    """Readers that load directly onto `device`."""
     from safetensors import SafetensorError, safe_open
 
     for file, expected in _weight_files(directory).items():
@@ -199,7 +200,7 @@ def _stored_tensors(directory: Path, device: torch.device) -> Iterator[_StoredTe
 
 
 def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """The files to read, each with the tensors the index promises in it (None without an index)."""
+    """The files to read, each with the tensors that the index lists in it (None without an index)."""
     if not directory.is_dir():
         raise WeightsError(f"{directory} is not a directory on this machine")
     index, single = directory / _INDEX, directory / _SINGLE
@@ -214,7 +215,7 @@ def _weight_files(directory: Path) -> dict[Path, set[str] | None]:
             raise WeightsError(f"{index} is not a readable index: {error!r}") from error
         absent = [file.name for file in files if not file.is_file()]
         if single.is_file() and single not in files:
-            # Whoever saves one way over the other leaves this behind: transformers, for one.
+            # Saving one way over the other leaves the old files behind: transformers does this.
             if len(absent) == len(files):
                 return {single: None}
             raise WeightsError(

@@ -1,1 +1,1 @@
-"""Text in and out of token ids: the tokenizer, its chat template, and incremental detokenisation."""
+"""Text to token ids and back: the tokenizer, its chat template, and incremental detokenisation."""

@@ -10,34 +10,34 @@ from typing import Any
 from .errors import TokenizerError
 
 _END_OF_TEXT = "\ue000end of what there is\ue000 "
-"""Marks where a message that goes on ends; behind it are the template's own words. The blank at its end is
-missing where a template cuts off blanks."""
+"""Marks the end of a message that is to be continued; what follows it is written by the template. Its
+trailing space disappears if the template strips trailing spaces."""
 
 
 def template_source(given: str) -> str:
-    """The template in a file of that name, or the text itself; TokenizerError if it is neither."""
+    """The template in a file of that name, or the given text. Raises TokenizerError if it is neither."""
     is_text = "{" in given
     try:
         file = Path(given).expanduser()
         source = given if is_text and not file.is_file() else file.read_text()
     except OSError as error:
         if not is_text:
-            raise TokenizerError(f"there is no chat template {given!r}, and it is none itself") from error
+            raise TokenizerError(f"there is no chat template {given!r}: give a file or a template") from error
         source = given
     ChatTemplate(source, {}).check()
     return source
 
 
 class ChatTemplate:
-    """A compiled chat template; rendering follows what templates are written against, transformers."""
+    """A compiled chat template; rendered as in transformers, for which templates are written."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are the variables a template may name: bos_token, eos_token and their like."""
+        """`special_tokens`: variables that a template may use: bos_token, eos_token and the like."""
         self.source = source
         self._special_tokens = dict(special_tokens)
 
     def check(self) -> None:
-        """TokenizerError if it is no template."""
+        """Raises TokenizerError if it is not a valid template."""
         _ = self._compiled
 
     def render(
@@ -48,7 +48,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for `messages`; further keywords reach the template as variables."""
+        """The prompt for `messages`; further keywords are variables for the template."""
         from jinja2 import TemplateError
 
         try:
@@ -69,19 +69,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The same up to the end of the last message's text: what follows belongs to it."""
+        """The same up to the end of the last message's text, so that the answer continues that text."""
         if not messages or not isinstance(messages[-1].get("content"), str):
-            raise TokenizerError("continue_final_message: there is no last message with a text to go on with")
+            raise TokenizerError("continue_final_message: there is no last message with a text to continue")
         marked = {**messages[-1], "content": messages[-1]["content"] + _END_OF_TEXT}
         whole = self.render([*messages[:-1], marked], add_generation_prompt=False, tools=tools, **variables)
         begun, mark, behind = whole.rpartition(_END_OF_TEXT.rstrip())
         if not mark:
             raise TokenizerError("continue_final_message: the chat template does not write the last message")
-        # A template that cuts off blanks has written none behind any message that the model has seen.
+        # A template that strips trailing spaces never wrote one after a message in the model's training.
         return begun if behind.startswith(" ") else begun.rstrip()
 
     def uses(self, variable: str) -> bool:
-        """Whether it looks at a variable of this name."""
+        """Whether the template uses a variable of this name."""
         from jinja2 import meta
 
         self.check()
@@ -103,7 +103,7 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class GenerationBlock(Extension):
-            """`{% generation %}` marks what the assistant wrote, for training; here it is only its body."""
+            """`{% generation %}` marks what the assistant wrote, for training; here only its body matters."""
 
             tags = {"generation"}
 
@@ -115,7 +115,7 @@ class ChatTemplate:
             raise TemplateError(message)
 
         def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-            # Not Jinja's own, which escapes for HTML.
+            # Not Jinja's own, which escapes characters for HTML.
             return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
         environment = ImmutableSandboxedEnvironment(

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file's metadata, as the files a Hugging Face directory holds."""
+"""The tokenizer in a GGUF file's metadata, as the files of a Hugging Face directory."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -119,7 +119,7 @@ def _merges(
 
 
 def _add_ends(tokenizer: Any, metadata: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """What stands before and behind every text. Where a file does not say, it is as in llama.cpp."""
+    """Add the tokens before and after every text. If the file does not say which, as in llama.cpp."""
     from tokenizers import processors
 
     begins = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"

@@ -1,4 +1,4 @@
-"""Which tokens may come next so that a text stays inside a grammar, one bit each."""
+"""Which tokens may come next if a text is to stay within a grammar, as one bit each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Mask = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask."""
+    """Number of 32-bit words in a mask."""
     return -(-vocab_size // 32)
 
 
 class Grammar(Protocol):
-    """How far one text has got in its grammar."""
+    """The position of one text in its grammar."""
 
     def fill(self, mask: Mask) -> None:
         """Write which tokens may come next into a contiguous mask."""

@@ -1,5 +1,5 @@
-"""A model's tokenizer with the calls and names of transformers' tokenizers, which scripts for vLLM expect of
-`get_tokenizer()`. Only what such scripts use; anything else is an AttributeError."""
+"""A model's tokenizer with the calls and names of transformers' tokenizers, which scripts for vLLM expect
+from `get_tokenizer()`. Only what such scripts use; anything else is an AttributeError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 class HFLikeTokenizer:
-    """Text to token ids and back, as transformers has it."""
+    """Text to token ids and back, as in transformers."""
 
     is_fast = True
 
@@ -23,7 +23,7 @@ class HFLikeTokenizer:
         self.name_or_path = name_or_path
         self.model_max_length = model_max_length
         self._cutting: tuple[int, Any] = (-1, None)
-        """The last tokenizer that cut texts, behind the length that it leaves."""
+        """The tokenizer that truncated texts last, with its length limit."""
 
     # -- text and ids ------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ class HFLikeTokenizer:
         max_length: int | None = None,
         return_tensors: str | None = None,
     ) -> Any:
-        """Token ids; a tensor of one line for return_tensors="pt"."""
+        """Token ids; a tensor with one row for return_tensors="pt"."""
         if truncation or max_length is not None:
             longest = max_length if max_length is not None else self.model_max_length
             ids = self._cut_ids(text, text_pair, add_special_tokens, longest)
@@ -81,15 +81,15 @@ class HFLikeTokenizer:
         return self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Any], skip_special_tokens: bool = False) -> list[str]:
-        """The texts of several."""
+        """The texts of several lists of token ids."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def tokenize(self, text: str) -> list[str]:
-        """The tokens of a text by their names."""
+        """The tokens of a text, by name."""
         return self.convert_ids_to_tokens(self._ids(text, None, False))
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
-        """Names of tokens; one for one id."""
+        """Names of tokens; a single name for a single id."""
         names = self._tokenizer.backend.id_to_token
         if isinstance(ids, int):
             return names(ids)
@@ -97,7 +97,7 @@ class HFLikeTokenizer:
         return [names(int(token)) for token in ids if int(token) not in hidden]
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Ids of names; None, or the id for what is unknown, where there is no such token."""
+        """Ids of names; for an unknown name None, or the id of the unknown token if there is one."""
         if isinstance(tokens, str):
             found = self._tokenizer.token_id(tokens)
             return self.unk_token_id if found is None else found
@@ -109,10 +109,10 @@ class HFLikeTokenizer:
         return self._tokenizer.encode_pair(text, text_pair, add_special_tokens=add_special_tokens)
 
     def _cut_ids(self, text: str, text_pair: str | None, add_special_tokens: bool, longest: int) -> list[int]:
-        """Texts are cut, and what the tokenizer puts around them stays."""
+        """Truncates texts, but keeps the special tokens around them."""
         length, cutting = self._cutting
         if length != longest:
-            # One of its own: prompts go through the model's, whose state this would be.
+            # A copy: the limit would become state of the model's tokenizer, which prompts use.
             cutting = copy.deepcopy(self._tokenizer.backend)
             cutting.enable_truncation(longest)
             self._cutting = longest, cutting
@@ -139,7 +139,7 @@ class HFLikeTokenizer:
         return_dict: bool = False,
         **variables: Any,
     ) -> Any:
-        """A conversation, or several, as the template writes it; further keywords reach the template."""
+        """One conversation or several, as the template writes them; further keywords reach the template."""
         several = bool(conversation) and not isinstance(conversation[0], Mapping)
         texts = [
             self._tokenizer.apply_chat_template(
@@ -169,7 +169,7 @@ class HFLikeTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added tokens left out."""
+        """Number of token ids, without added tokens."""
         return self._tokenizer.backend.get_vocab_size(with_added_tokens=False)
 
     def get_vocab(self) -> dict[str, int]:
@@ -183,7 +183,7 @@ class HFLikeTokenizer:
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
-        """Special tokens by what they are for."""
+        """Special tokens by role."""
         return {name: self._tokenizer.special_tokens[name] for name in _SPECIAL if self._has(name)}
 
     @property
@@ -194,14 +194,14 @@ class HFLikeTokenizer:
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Their names."""
+        """Names of special tokens that have a role."""
         return self.convert_ids_to_tokens(self.all_special_ids)
 
     def _has(self, name: str) -> bool:
         return name in self._tokenizer.special_tokens
 
     def __getattr__(self, name: str) -> Any:
-        """`eos_token`, `eos_token_id` and their like; None where the model has none."""
+        """`eos_token`, `eos_token_id` and the like; None if the model has none."""
         token = name.removesuffix("_id")
         if token in _SPECIAL:
             found = self._tokenizer.special_tokens.get(token)
@@ -210,19 +210,19 @@ class HFLikeTokenizer:
 
 
 class Encoded(dict[str, Any]):
-    """What calling a tokenizer returns; fields are attributes too."""
+    """The result of calling a tokenizer; fields are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"there is no {name}; there are {', '.join(self)}")
+            raise AttributeError(f"there is no {name}, only {', '.join(self)}")
         return self[name]
 
 
 def _as_tensors(lines: list[list[int]], kind: str) -> Any:
     if kind not in ("pt", "np"):
-        raise TokenizerError(f"return_tensors can be pt or np, not {kind!r}")
+        raise TokenizerError(f"return_tensors must be pt or np, not {kind!r}")
     if len({len(line) for line in lines}) > 1:
-        raise TokenizerError("texts of different lengths make no tensor: padding is not supported")
+        raise TokenizerError("texts of different lengths cannot be one tensor: padding is not supported")
     if kind == "np":
         import numpy as np
 

@@ -1,4 +1,4 @@
-"""The JSON files beside a model's weights."""
+"""The JSON files next to a model's weights."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from .errors import TokenizerError
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file."""
+    """The object in a file; empty if the file does not exist."""
     if not file.is_file():
         return {}
     try:

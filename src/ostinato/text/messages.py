@@ -1,4 +1,4 @@
-"""Messages as chat templates are written against: contents are texts, arguments of calls are objects."""
+"""Messages in the form that chat templates expect: contents are texts, arguments of calls are objects."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,15 +8,16 @@ from .errors import TokenizerError
 
 
 def joined_parts(texts: Iterable[str]) -> str:
-    """The text of a message that came in parts: with a line for each, as vLLM has it. Clients send what are
-    texts of their own, and without anything in between their words would run together."""
+    """The text of a message that came in parts: joined with newlines, as in vLLM. Clients send parts that are
+    separate texts, whose words would run together without a separator."""
     return "\n".join(texts)
 
 
 def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of the API's shape, in which what is absent is null and arguments of calls are JSON texts.
+    """A message in the form that templates expect, from the API's form, in which absent values are null and
+    arguments of calls are JSON strings.
 
-    A template would write them as `None`, and as texts in quotes.
+    A template would write these as `None`, and as strings in quotes.
     """
     calls = message.get("tool_calls")
     content = message.get("content")

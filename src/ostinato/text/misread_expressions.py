@@ -1,17 +1,17 @@
-"""What of a regular expression the grammar library reads as something else: answers would match that."""
+"""Finds what the grammar library misreads in a regular expression: answers would match something else."""
 
 from __future__ import annotations
 
 import re
 
 _NUMBER = re.compile(r"\\(?:x(?:[0-9a-fA-F]{3}|\{)|0[0-9])|\\.", re.DOTALL)
-"""The library takes all digits behind \\x for one number, braces for a count, and none behind \\0."""
+"""The library reads all digits after \\x as one number, braces as a count, and no digits after \\0."""
 _GROUP = re.compile(r"\((?:\?(?::|P?<\w+>))?")
 _TIMES = re.compile(r"[*+?]|\{[\s\d,]*\}")
 
 
 def misread(expression: str) -> str | None:
-    """Why the library would hold a text to something else; None if it would not."""
+    """Why the library would enforce another expression; None if it would not."""
     for escape in _NUMBER.findall(expression):
         if len(escape) > 2:
             return f"{escape} is not read as written: write \\u and four digits"
@@ -19,8 +19,9 @@ def misread(expression: str) -> str | None:
 
 
 def _misplaced_anchor(text: str) -> str | None:
-    """The library reads over ^ and $. Behind a beginning and before an end, that allows what they do not."""
-    groups: list[tuple[bool, bool]] = []  # of those around this one: is_begin, is_end
+    """The library ignores ^ and $. After the beginning and before the end, that allows texts that they do
+    not."""
+    groups: list[tuple[bool, bool]] = []  # (is_begin, is_end) of the enclosing groups
     is_begin = begins = True  # whether the innermost group begins the text; whether this place does
     is_end = ends = False  # whether an alternative of the group has ended in $; whether this one has
     at = 0
@@ -37,9 +38,9 @@ def _misplaced_anchor(text: str) -> str | None:
             at = times.end()
             continue
         elif ends:
-            return "$ before the end of an expression cannot be held to"
+            return "$ before the end of an expression cannot be enforced"
         elif character == "^" and not begins:
-            return "^ behind the beginning of an expression cannot be held to"
+            return "^ after the beginning of an expression cannot be enforced"
         elif group := _GROUP.match(text, at):
             groups.append((is_begin, is_end))
             is_begin, is_end, at = begins, False, group.end()
@@ -53,7 +54,7 @@ def _misplaced_anchor(text: str) -> str | None:
 
 
 def _behind(text: str, at: int) -> int:
-    """The place behind a character, an escape or a class of characters."""
+    """The index after a character, an escape or a character class."""
     if text[at] == "\\":
         return at + 2
     if text[at] == "[":

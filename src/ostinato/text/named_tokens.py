@@ -1,4 +1,4 @@
-"""Tokens that the files beside a `tokenizer.json` name: it gets those that it lacks, as with transformers."""
+"""Tokens named in the files next to a `tokenizer.json`: those it lacks are added, as in transformers."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,19 +8,20 @@ from .errors import TokenizerError
 from .json_file import read_json
 
 _Fields = dict[str, Any]
-"""Of a token: its `content` and how it is matched."""
+"""The fields of a token: its `content` and how it is matched."""
 
 
 def named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens of a model by their roles (`eos_token`). `config`: its tokenizer_config.json."""
+    """A model's special tokens by role (`eos_token`). `config`: its tokenizer_config.json."""
     return {role: token["content"] for role, token in _by_role(folder, config).items()}
 
 
 def add_named_tokens(backend: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Add to a `tokenizers.Tokenizer` what it lacks of them, and have it treat as special what they say is.
+    """Add those that a `tokenizers.Tokenizer` lacks, and make it treat as special what the files call
+    special.
 
-    Whoever adds a token by hand often writes it into one of these files alone; without this its text would
-    be cut into pieces that the model has never seen.
+    People who add a token by hand often write it into only one of these files; without this function its text
+    would be cut into pieces that the model has never seen.
     """
     from tokenizers import AddedToken
 
@@ -31,7 +32,7 @@ def add_named_tokens(backend: Any, folder: Path, config: Mapping[str, Any]) -> N
             for token in _listed(folder, config)
         }
         wanted = {**{content: {**token, "special": True} for content, token in special.items()}, **listed}
-        # Numbers are given out in this order.
+        # Ids are assigned in this order.
         tokens = [AddedToken(**wanted[content]) for content in {**listed, **special}]
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TokenizerError(f"{folder}: a token that its files name cannot be added: {error!r}") from error
@@ -48,7 +49,7 @@ def add_named_tokens(backend: Any, folder: Path, config: Mapping[str, Any]) -> N
 
 
 def _listed(folder: Path, config: Mapping[str, Any]) -> list[_Fields]:
-    """What was added to the vocabulary, in the order of numbers."""
+    """Tokens added to the vocabulary, in the order of their ids."""
     if given := config.get("added_tokens_decoder"):
         return [_fields(given[number]) for number in sorted(given, key=int)]
     added = read_json(folder / "added_tokens.json")
@@ -56,7 +57,7 @@ def _listed(folder: Path, config: Mapping[str, Any]) -> list[_Fields]:
 
 
 def _special(folder: Path, config: Mapping[str, Any]) -> dict[str, _Fields]:
-    """Special tokens, those with a role before those without."""
+    """Special tokens, those with a role first."""
     legacy = {} if config.get("added_tokens_decoder") else read_json(folder / "special_tokens_map.json")
     lists = [
         fields.get(name)

@@ -1,4 +1,4 @@
-"""What of a JSON schema the grammar library reads over: answers would not be held to it."""
+"""Finds what the grammar library ignores in a JSON schema: answers would not follow it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .misread_expressions import misread
 _PARTS_OF_PATTERNS = re.compile(
     r"(?P<lookahead>\(\?[=!])|\[\^(?:\\.|[^\]\\])*\]|(?P<raw>\\[\\\"nrtfv]|\")|\\.", re.DOTALL
 )
-"""Classes of what may not come are passed over whole."""
+"""Negated character classes are skipped as wholes."""
 _BEGINNING = re.compile(r"\^((?:[\w-](?![*?{|]))+)(?!.*\|)", re.ASCII | re.DOTALL)
-"""Letters that an expression without alternatives begins with."""
+"""The letters at the beginning of an expression without alternatives."""
 _UNKNOWN = frozenset(
     ("not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies", "uniqueItems")
 )
 _WHOLE = ("$ref", "anyOf", "oneOf", "allOf")
-"""Where one of these stands, the library reads it and nothing beside it."""
+"""If one of these is present, the library reads it and ignores everything beside it."""
 _OF_VALUES = frozenset(
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength")
 ) | {"pattern", "format", "minItems", "maxItems", "required", "minProperties", "maxProperties"}
@@ -35,7 +35,7 @@ FORMATS = frozenset(
 ) | {
     *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
 }
-"""What the library knows; any other is a note."""
+"""Formats that the library knows; all others are annotations."""
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
     "boolean": lambda value: isinstance(value, bool),
@@ -49,11 +49,11 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 }
 _TYPED = _OF_PARTS | {*_WHOLE, "type", "enum", "const"}
 _HOLDING = _TYPED | _OF_VALUES | _UNKNOWN
-"""What says something about a value; all else are notes, such as titles."""
+"""Keywords that constrain a value; all others, such as titles, are annotations."""
 
 
 def first_unheld(schema: Any) -> str | None:
-    """The first keyword in a schema that the library reads over, and why; None if there is none."""
+    """The first keyword in a schema that the library ignores, and why; None if there is none."""
     level = [(schema, False)]
     while level:
         below = []
@@ -69,9 +69,9 @@ def first_unheld(schema: Any) -> str | None:
 
 
 def held_part(schema: Any, root: Any, *, is_name: bool = False) -> Any:
-    """A schema without what the library reads over; for a shape that is wished and not promised.
+    """A schema without what the library ignores; for a format that is desired but not guaranteed.
 
-    `is_name`: it is one of the names of properties, which are strings.
+    `is_name`: it constrains names of properties, which are strings.
     """
     if not isinstance(schema, dict):
         return schema
@@ -99,29 +99,29 @@ def _schemas_below(schema: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _unheld(schema: Mapping[str, Any], root: Any, *, is_name: bool) -> dict[str, str]:
-    """Keywords of one (sub)schema that the library reads over, each with the reason."""
-    found = {name: "cannot be held to" for name in _UNKNOWN & schema.keys() if schema[name] is not False}
+    """Keywords of one (sub)schema that the library ignores, each with the reason."""
+    found = {name: "cannot be enforced" for name in _UNKNOWN & schema.keys() if schema[name] is not False}
     found.update(_beside_whole(schema, root))
     if not is_name and not schema.keys() & _TYPED:
-        found.update(dict.fromkeys(schema.keys() & _OF_VALUES, "is not held to without a type"))
+        found.update(dict.fromkeys(schema.keys() & _OF_VALUES, "is not enforced without a type"))
     if isinstance(schema.get("pattern"), str) and (why_not := _unheld_pattern(schema["pattern"])):
         found["pattern"] = why_not
     if "pattern" in schema:
         beside = {"minLength", "maxLength"} & schema.keys()
-        found.update(dict.fromkeys(beside, "is not held to beside a pattern, which can say the same"))
+        found.update(dict.fromkeys(beside, "is not enforced beside a pattern, which can say the same"))
     if isinstance(form := schema.get("format"), str) and form in FORMATS:
         beside = {"minLength", "maxLength", "pattern"} & schema.keys()
-        found.update(dict.fromkeys(beside, f"is not held to beside format {form!r}"))
+        found.update(dict.fromkeys(beside, f"is not enforced beside format {form!r}"))
     if "multipleOf" in schema and not _is_integral(schema):
-        found["multipleOf"] = "is held to for integers only"
+        found["multipleOf"] = "is enforced for integers only"
     elif "multipleOf" in schema and schema.keys() & _BOUNDS:
-        found["multipleOf"] = "is not held to beside bounds"
+        found["multipleOf"] = "is not enforced beside bounds"
     found.update(_beside_values(schema))
     return dict(_of_properties(schema)) | found
 
 
 def _of_properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What of an object's properties and their names is read over."""
+    """What the library ignores about an object's properties and their names."""
     known = schema.get("properties")
     known = known if isinstance(known, dict) else {}
     if isinstance(named := schema.get("required"), list):
@@ -132,46 +132,46 @@ def _of_properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if why_not := _unheld_patterns(patterns, known, schema):
             yield "patternProperties", why_not
         if "propertyNames" in schema:
-            yield "propertyNames", "is not held to beside patternProperties"
+            yield "propertyNames", "is not enforced beside patternProperties"
     for name in ("additionalProperties", "unevaluatedProperties", "minProperties", "maxProperties"):
         if "propertyNames" in schema and name in schema and (known or schema[name] is False):
-            yield name, "is not held to beside propertyNames"
+            yield name, "is not enforced beside propertyNames"
     if any(not _is_name(name, schema.get("propertyNames")) for name in known):
-        yield "propertyNames", "is not held to by properties that are listed"
+        yield "propertyNames", "is not enforced for listed properties"
 
 
 def _unheld_patterns(
     patterns: Mapping[str, Any], known: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> str | None:
-    """Of a name that two rules are for, the library knows one."""
+    """If two rules apply to a name, the library knows only one of them."""
     for pattern in patterns:
         if (why_not := _unheld_pattern(pattern)) is not None:
             return f"{pattern[:100]!r}: a name {why_not}"
     others = (schema.get(name, False) for name in ("additionalProperties", "unevaluatedProperties"))
     if known and any(each is not False for each in others):
-        return "is not held to beside properties, where others may come"
+        return "is not enforced beside properties if others are allowed"
     if any(_may_match(pattern, name) for pattern in patterns for name in known):
-        return "is not held to by properties that are listed"
+        return "is not enforced for listed properties"
     if any(_may_overlap(*pair) for pair in itertools.combinations(patterns, 2)):
-        return "is not held to where a name may match two: begin them with ^ and different letters"
+        return "is not enforced if a name may match two: begin them with ^ and different letters"
     return None
 
 
 def _may_match(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
-    except re.error:  # the library knows other expressions than Python
+    except re.error:  # the library's syntax differs from Python's
         return True
 
 
 def _may_overlap(one: str, other: str) -> bool:
-    """Unless they begin with different letters."""
+    """False only if they begin with different letters."""
     begin, beginning = (found[1] if (found := _BEGINNING.match(each)) else "" for each in (one, other))
     return begin.startswith(beginning) or beginning.startswith(begin)
 
 
 def _is_name(name: str, rule: Any) -> bool:
-    """Whether it surely follows the rule for names."""
+    """Whether the name certainly follows the rule for names."""
     if not isinstance(rule, dict):
         return rule is None
     checks = {
@@ -184,17 +184,17 @@ def _is_name(name: str, rule: Any) -> bool:
     }
     try:
         return all(keyword in checks and checks[keyword](rule[keyword]) for keyword in rule.keys() & _HOLDING)
-    except (TypeError, re.error):  # the library says what is wrong
+    except (TypeError, re.error):  # the library reports what is wrong
         return False
 
 
 def _beside_values(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Where values are listed, the library reads them and nothing beside."""
+    """If values are listed, the library reads them and ignores everything beside them."""
     listed = next((name for name in ("const", "enum") if name in schema), None)
     if listed is None:
         return
     for name in schema.keys() & (_OF_VALUES - {"format"} | _OF_PARTS):
-        yield name, f"is not held to beside {listed}"
+        yield name, f"is not enforced beside {listed}"
     kinds = schema.get("type")
     checks = [
         _TYPES.get(kind) for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
@@ -212,19 +212,19 @@ def _beside_whole(schema: Mapping[str, Any], root: Any) -> Iterator[tuple[str, s
         return
     alternatives = [schema] if whole == "$ref" else schema[whole]
     if not isinstance(alternatives, list):
-        return  # the library says what is wrong
+        return  # the library reports what is wrong
     if (
         whole == "allOf"
         and sum(isinstance(each, dict) and bool(each.keys() & _HOLDING) for each in alternatives) > 1
     ):
-        yield whole, "of several schemas cannot be held to: write them as one"
+        yield whole, "of several schemas cannot be enforced: write them as one"
     for name in sorted(schema.keys() & _HOLDING - {whole}):
         if name != "type" or any(_type_of(each, root) != schema["type"] for each in alternatives):
-            yield name, f"is not held to beside {whole}"
+            yield name, f"is not enforced beside {whole}"
 
 
 def _type_of(schema: Any, root: Any) -> Any:
-    """The type of a schema, or of what it refers to."""
+    """The type of a schema, or of the one it refers to."""
     for _ in range(16):
         if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             break
@@ -244,11 +244,11 @@ def _is_integral(schema: Mapping[str, Any]) -> bool:
 
 
 def _unheld_pattern(pattern: str) -> str | None:
-    """The library looks ahead at nothing, and writes quotes and backslashes as no JSON can have them."""
+    """The library ignores lookaheads, and writes quotes and backslashes in a way that JSON cannot contain."""
     for part in _PARTS_OF_PATTERNS.finditer(pattern):
         if part["lookahead"]:
-            return "with a lookahead cannot be held to"
+            return "with a lookahead cannot be enforced"
         if part["raw"]:
-            return f"with {part['raw']} cannot be held to inside JSON"
+            return f"with {part['raw']} cannot be enforced inside JSON"
     reason = misread(pattern)
-    return None if reason is None else f"is not held to: {reason}"
+    return None if reason is None else f"is not enforced: {reason}"

@@ -1,4 +1,4 @@
-"""How many bytes of text one token can stand for: with it, a text is known to be too long by its size."""
+"""How many bytes of text one token can stand for, so that a text is known to be too long by its size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _COMPOSED = 3
-"""NFC makes one character of up to three bytes from three of three bytes each."""
+"""NFC composes three characters of three bytes each into one of up to three bytes."""
 
 
 def most_bytes_per_token(backend: Any) -> int | None:
-    """The bound of a `tokenizers.Tokenizer`; None where a token may stand for any amount of text."""
+    """The bound of a `tokenizers.Tokenizer`; None if a token can stand for any amount of text."""
     parts = [_state(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")]
     shrinking = [_shrinks_by(step) for part in parts for step in _steps(part)]
     model = _state(backend.model)
@@ -53,7 +53,7 @@ def _steps(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrinks_by(step: Mapping[str, Any]) -> int | None:
-    """By how much a step can shorten a text; None: by any amount, or who knows."""
+    """By which factor a step can shorten a text; None: by any factor, or unknown."""
     match step.get("type"):
         case "NFC":
             return _COMPOSED

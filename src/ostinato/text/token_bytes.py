@@ -1,4 +1,4 @@
-"""The bytes each token id stands for: text is streamed as bytes, so that no character is ever halved."""
+"""The bytes that each token id stands for: text is streamed as bytes, so no character is ever split."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ _SPACE = "\u2581"
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes by token id, worked out when first asked for; an id outside the vocabulary has none."""
+    """Bytes by token id, computed on first access; an id outside the vocabulary has none."""
 
     def __init__(self, decoder: Mapping[str, Any], id_to_token: Callable[[int], str | None]) -> None:
         """`decoder` as in a `tokenizer.json`: byte-level (GPT-2, Llama 3, Qwen) or sentencepiece-like."""
@@ -43,7 +43,7 @@ class TokenBytes(dict[int, bytes]):
 
 def _byte_level(token: str) -> bytes:
     alphabet = _byte_alphabet()
-    # A token with a character outside the alphabet was added as plain text.
+    # A token with a character outside of the alphabet was added as plain text.
     if all(character in alphabet for character in token):
         return bytes(alphabet[character] for character in token)
     return token.encode()

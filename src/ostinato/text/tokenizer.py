@@ -1,7 +1,7 @@
 """Text to token ids and back, from the tokenizer files of a model directory.
 
-A `tokenizer.json` needs only `tokenizers`; transformers, which takes seconds to import, is asked to convert
-older formats and nothing else.
+A `tokenizer.json` needs only `tokenizers`; transformers, which takes seconds to import, is used only to
+convert older formats.
 """
 
 import json
@@ -50,7 +50,7 @@ class Tokenizer:
             eos_token_ids=_eos_token_ids(folder, backend, special_tokens.get("eos_token")),
             templates=_templates(folder, config),
         )
-        # Before the first answer has to be written with it.
+        # Computed now, so that an unsupported tokenizer fails here and not with the first answer.
         try:
             _ = found.bytes_per_token
         except TokenizerError as error:
@@ -58,7 +58,7 @@ class Tokenizer:
         return found
 
     def with_chat_template(self, source: str) -> "Tokenizer":
-        """The same with this chat template instead of its own."""
+        """A copy with this chat template instead of its own."""
         return Tokenizer(
             self.backend,
             special_tokens=self.special_tokens,
@@ -73,7 +73,7 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id that begins a text, where the model has one."""
+        """The id that begins a text, if the model has one."""
         return self.token_id(self.special_tokens.get("bos_token"))
 
     @cached_property
@@ -85,16 +85,16 @@ class Tokenizer:
 
     @cached_property
     def bytes_per_token(self) -> TokenBytes:
-        """The bytes of every token id, as text is streamed from them."""
+        """The bytes of every token id, from which text is streamed."""
         decoder = self.backend.decoder
         return TokenBytes(json.loads(decoder.__getstate__()) if decoder else {}, self.backend.id_to_token)
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of a token by its name; None when the vocabulary lacks it."""
+        """The id of a token by name; None if the vocabulary lacks it."""
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with what the model expects before and after it unless told otherwise."""
+        """Token ids of `text`, by default with what the model expects before and after it."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_pair(self, one: str, other: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -107,21 +107,21 @@ class Tokenizer:
         return stream.push(token_ids) + stream.finish()
 
     def detokenizer(self, *, skip_special_tokens: bool = True, behind: Iterable[int] = ()) -> Detokenizer:
-        """For token ids that arrive one after the other, `behind` those of a prompt."""
+        """For token ids that arrive one after the other, after those of a prompt (`behind`)."""
         return Detokenizer(self.bytes_per_token, self.special_ids if skip_special_tokens else (), behind)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token wherever it stands, a special one's too; half a character is replaced."""
+        """The text of a single token, special ones included; part of a character is replaced."""
         return self.bytes_per_token[token_id].decode(errors="replace")
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model says how a conversation is written."""
+        """Whether the model has a chat template."""
         return bool(self._templates)
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the template for conversations without tools; None where there is none."""
+        """The source of the template for conversations without tools; None if there is none."""
         return self._template(None, None).source if self._templates else None
 
     def apply_chat_template(
@@ -136,18 +136,18 @@ class Tokenizer:
     ) -> str:
         """The prompt text for a conversation; further keywords (enable_thinking, ...) reach the template.
 
-        `continue_final_message`: the last message is not at its end, and what follows belongs to it.
+        `continue_final_message`: the answer continues the last message instead of beginning a new one.
         `template`: a source instead of the model's own.
         """
         chosen = self._template(template, tools)
         if tools and not self._shows_tools(chosen):
             raise TokenizerError(
-                "tools: the chat template has no place for tools, the model would not see them"
+                "tools: the chat template has no place for tools, so the model would not see them"
             )
         if continue_final_message:
             if add_generation_prompt:
                 raise TokenizerError(
-                    "continue_final_message: with add_generation_prompt another message would begin"
+                    "continue_final_message needs add_generation_prompt=False: another message begins"
                 )
             return chosen.render_open(messages, tools=tools, **variables)
         return chosen.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
@@ -156,7 +156,7 @@ class Tokenizer:
         return template is self._templates.get("tool_use") or template.uses("tools")
 
     def unused_variables(self, names: Iterable[str], *, template: str | None = None) -> list[str]:
-        """Those of these variables that the chat template never looks at."""
+        """Those of these variables that the chat template does not use."""
         chosen = self._template(template, None)
         return [name for name in names if not chosen.uses(name)]
 
@@ -164,7 +164,7 @@ class Tokenizer:
         if source is not None:
             return ChatTemplate(source, self.special_tokens)
         if not self._templates:
-            raise TokenizerError("this model has no chat template; give it a prompt instead of messages")
+            raise TokenizerError("this model has no chat template: give a prompt instead of messages")
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         return self._templates.get(name) or next(iter(self._templates.values()))
 
@@ -182,7 +182,7 @@ def _backend(folder: Path, config: Mapping[str, Any]) -> Any:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{file} is not a readable tokenizer: {error}") from error
-        # How the batches of its training were made: no prompt is to be cut or filled up for that.
+        # Settings for batches in training: prompts must be neither truncated nor padded.
         backend.no_truncation()
         backend.no_padding()
         add_named_tokens(backend, folder, config)
@@ -193,14 +193,14 @@ def _backend(folder: Path, config: Mapping[str, Any]) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    except Exception as error:  # anything from a missing package to a format it does not know
+    except Exception as error:  # anything from a missing package to an unknown format
         raise TokenizerError(
             f"{folder}: no tokenizer.json, and transformers could not convert the older files: {error}"
         ) from error
 
 
 def _eos_token_ids(folder: Path, backend: Any, eos_token: str | None) -> list[int]:
-    """Those of generation_config.json and of the tokenizer; config.json's only where neither says."""
+    """From generation_config.json and the tokenizer; from config.json only if neither has any."""
     ids = _as_list(read_json(folder / "generation_config.json").get("eos_token_id"))
     if eos_token is not None and (named := backend.token_to_id(eos_token)) is not None:
         ids.append(named)

@@ -1,1 +1,1 @@
-"""Tools that look at engine and runtime from outside: benchmarks, the choice of kernels, a demonstration."""
+"""Tools that use engine and runtime from outside: benchmarks, kernel tuning, a demonstration."""

@@ -1,7 +1,7 @@
-"""`ostinato bench http`: what HTTP costs. The same requests through `LLM.generate` and through a server.
+"""`ostinato bench http`: the cost of HTTP. The same requests through `LLM.generate` and through a server.
 
-Both run in processes of their own, one after the other, with the same engine options: nothing is shared but
-the machine. The load is closed-loop: so many streams at a time, each followed by the next.
+Both run in their own processes, one after the other, with the same engine options; they share only the
+machine. The load is closed-loop: a number of streams at a time, each followed by the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .bench_serving import ServingLoad, plan, send_load
 
 @dataclass(frozen=True)
 class HttpLoad:
-    """What is sent. Each field is a flag; its docstring is the help."""
+    """The requests to send. Each field is a flag; its docstring is the help."""
 
     streams: int = 64
     """Number of requests at a time."""
@@ -42,7 +42,7 @@ class HttpLoad:
     """Number of measurements; the median is reported."""
 
     def serving(self, vocab_size: int, seed: int) -> ServingLoad:
-        """The same as a load on a server; another seed has other prompts, which no prefix cache knows."""
+        """The same as a load on a server; another seed gives other prompts, which no prefix cache has."""
         return ServingLoad(
             num_requests=self.num_requests,
             request_rate=0,
@@ -55,7 +55,7 @@ class HttpLoad:
 
 
 def bench_http(subject: Subject, load: HttpLoad) -> dict[str, Any]:
-    """Tokens per second offline and served, and the share that HTTP takes."""
+    """Tokens per second offline and served, and the fraction that HTTP costs."""
     vocab = subject.shape.vocab_size
     with with_text(subject) as (speaking, tokenizer):
         options = {"max_running_requests": load.streams, **speaking.options}
@@ -80,7 +80,7 @@ def bench_http(subject: Subject, load: HttpLoad) -> dict[str, Any]:
 
 
 def as_tables(result: Mapping[str, Any]) -> Any:
-    """The result for people."""
+    """The result as a table."""
     load = result["settings"]["load"]
     title = f"{result['settings']['model']}, {load['streams']} streams of {load['output_len']} tokens"
     rows = [
@@ -91,7 +91,7 @@ def as_tables(result: Mapping[str, Any]) -> Any:
 
 
 def _steps(report: Mapping[str, Any]) -> dict[str, float]:
-    """What the engine ran in all loads, the first one included: steps, by kind, and rows per decode step."""
+    """Steps that the engine ran in all loads, including the first, by kind, and rows per decode step."""
     graphs = report["graphs"]
     decode = [graph for graph in graphs if graph["descriptor"].startswith("decode")]
     steps = sum(graph["replays"] for graph in decode)
@@ -111,13 +111,13 @@ def _offline(options: Mapping[str, Any], loads: list[ServingLoad]) -> tuple[list
     process.start()
     process.join()
     if process.exitcode != 0:
-        raise BenchError(f"the offline engine ended with exit code {process.exitcode}; see its message above")
+        raise BenchError(f"the offline engine ended with exit code {process.exitcode}: see its message above")
     found: tuple[list[float], dict[str, float]] = results.get()
     return found
 
 
 def _generate(options: dict[str, Any], loads: list[ServingLoad], results: Any) -> None:
-    """In a process of its own: the first load warms up, the others are measured."""
+    """Runs in its own process: the first load warms up, the others are measured."""
     from ostinato.engine.llm import LLM
     from ostinato.engine.parameters.sampling_params import SamplingParams
 
@@ -158,7 +158,7 @@ def _served(
 
 @contextmanager
 def running_server(options: Mapping[str, Any]) -> Iterator[str]:
-    """A server with these engine options; its address."""
+    """Run a server with these engine options; yields its address."""
     command = [sys.executable, "-m", "ostinato", "serve", "--port", "0", *_flags(options)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

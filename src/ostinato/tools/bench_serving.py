@@ -1,7 +1,7 @@
 """`ostinato bench serving`: open-loop load on any OpenAI-compatible server.
 
-Requests arrive when a Poisson process says so, whether or not earlier ones are done: a server that falls
-behind shows it in its latencies instead of slowing its clients down.
+Requests arrive by a Poisson process, whether or not earlier ones are done: a server that falls behind shows
+it in its latencies instead of slowing down its clients.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ class ServingLoad:
 
     @property
     def path(self) -> str:
-        """Where requests go, behind the base URL."""
+        """Path of requests, after the base URL."""
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request of the plan."""
+    """A request of the plan."""
 
     at: float
     """Seconds after the start."""
@@ -135,7 +135,7 @@ def plan(load: ServingLoad, model: str) -> list[PlannedRequest]:
 
 
 def _body(load: ServingLoad, model: str, draw: random.Random) -> dict[str, Any]:
-    # Log-normal, with medians and tails of the kind that ShareGPT's conversations have.
+    # Log-normal, with medians and tails like those of ShareGPT's conversations.
     prompt_len = load.input_len or _drawn(draw, 90, 1.2, load.max_len)
     if load.long_share > 0 and draw.random() < load.long_share:
         prompt_len = load.long_len
@@ -162,8 +162,8 @@ def _drawn(draw: random.Random, median: float, spread: float, longest: int) -> i
 
 
 def send_load(load: ServingLoad) -> dict[str, Any]:
-    """Send the load; the results, ready for JSON."""
-    # A collection that goes through all of torch would count as the server's time.
+    """Send the load and return the results, ready for JSON."""
+    # A garbage collection that walks through all of torch would count as the server's time.
     gc.collect()
     gc.freeze()
     try:
@@ -174,7 +174,7 @@ def send_load(load: ServingLoad) -> dict[str, Any]:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What the client costs counts as the server's, so the faster loop where there is one."""
+    """The fastest event loop available, because the client's cost counts as the server's."""
     try:
         import uvloop
     except ImportError:
@@ -263,7 +263,7 @@ def summary(load: ServingLoad, model: str, results: Sequence[StreamedRequest]) -
 
 
 def _by_length(load: ServingLoad, good: Sequence[StreamedRequest]) -> dict[str, Any]:
-    """Of a load with long prompts among others, what each of the two kinds saw."""
+    """For a load in which some prompts are long: the latencies of both kinds."""
     if load.long_share == 0:
         return {}
     kinds = {
@@ -287,7 +287,7 @@ def _meets(load: ServingLoad, result: StreamedRequest) -> bool:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, p50, p95, p99 and maximum in milliseconds; None of nothing."""
+    """Mean, p50, p95, p99 and maximum in milliseconds; None for an empty sequence."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -302,7 +302,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def as_table(result: dict[str, Any]) -> Table:
-    """The result for people."""
+    """The result as a table."""
     from rich.table import Table
 
     load = result["load"]

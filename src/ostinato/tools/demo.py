@@ -1,4 +1,4 @@
-"""`ostinato demo`: the runtime in half a minute, on whatever device there is."""
+"""`ostinato demo`: the runtime in half a minute, on any device."""
 
 import torch
 from rich.console import Console
@@ -9,7 +9,7 @@ from .timing import wall_us
 
 
 class Block(torch.nn.Module):
-    """A small residual block with something in the middle that piecewise capture leaves out."""
+    """A small residual block with an operation in the middle that piecewise capture leaves out."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -18,18 +18,18 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x plus what the block adds to it."""
+        """x plus the block's result."""
         return x + self.down(activation(self.up(self.norm(x))))
 
 
 @eager_boundary
 def activation(x: torch.Tensor) -> torch.Tensor:
-    """Stands for attention: recorded in a full graph, called between segments in a piecewise one."""
+    """Stands in for attention: recorded in a full graph, called between segments of a piecewise one."""
     return torch.nn.functional.gelu(x)
 
 
 def demo(device: torch.device, console: Console) -> None:
-    """Capture a small model in both ways, serve random batches, verify, report."""
+    """Capture a small model in both modes, serve random batches, verify, report."""
     torch.manual_seed(0)
     width = 64
     model = torch.nn.Sequential(*[Block(width) for _ in range(6)]).to(device).eval()

@@ -1,4 +1,4 @@
-"""A decode step of a model without an engine around it, and its parts, to be timed in captured graphs."""
+"""A decode step of a model without an engine, and its parts, for timing in captured graphs."""
 
 import functools
 import statistics
@@ -18,7 +18,7 @@ from ostinato.models.mixing import FromRows, StepAttention
 from ostinato.models.transformer import Transformer
 
 Part = tuple[Callable[[int], Any], int]
-"""What runs for a layer, and the bytes it cannot do without."""
+"""The function to run for a layer, and the bytes that it must read or write at least."""
 
 
 class LayerStep:
@@ -86,7 +86,7 @@ class LayerStep:
         raise AssertionError("the model starts from rows")
 
     def parts(self) -> dict[str, Part]:
-        """The parts of a layer, in the form that this number of tokens has."""
+        """The parts of a layer, in the form for this number of tokens."""
         cache_bytes = 2 * self.batch.req_rows.numel() * self.context * self.caches[0][0][0, 0].nbytes
         layer = self.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
@@ -103,7 +103,7 @@ class LayerStep:
         return {name: (parts[name], size) for name, size in sizes.items() if name in parts}
 
     def _steps(self) -> dict[str, Callable[[int], Any]]:
-        """The steps of a layer around attention, in the form that this number of tokens has."""
+        """The steps of a layer around attention, in the form for this number of tokens."""
         form, layers = self.model.form(self.hidden.size(0)), self.layers
         norm = layers[0].input_layernorm
         rows = form.normed(form.begin(self.residual, norm), norm)
@@ -120,22 +120,22 @@ class LayerStep:
         return steps
 
     def run_layers(self, adapters: Adapters | None = None) -> Tensor:
-        """All layers here, from hidden states to hidden states."""
+        """Run all layers, from hidden states to hidden states."""
         form = self.model.form(self.hidden.size(0), adapters)
         hidden = self.hidden if form.keeps_input else self.hidden.clone()
         return form.through(self.layers, hidden, self.mix, self.model.norm)
 
     def run_head(self) -> Tensor:
-        """From hidden states to logits."""
+        """Run the output layer, from hidden states to logits."""
         return self.model.logits(self.hidden, out=self.scores)
 
 
 class PlainStep:
-    """The end of a decode step: plain sampling, here of rows that have the same temperature."""
+    """The end of a decode step: plain sampling, with the same temperature for all rows."""
 
     def __init__(self, batch_size: int, temperature: float) -> None:
         ones = torch.ones(batch_size + 1, dtype=torch.int32, device="cuda")
-        self._rows = ones.cumsum(0, dtype=torch.int32)[:-1]  # 0 is padding's
+        self._rows = ones.cumsum(0, dtype=torch.int32)[:-1]  # row 0 is padding's
         self._settings = PlainSettings(ones, ones * temperature, ones.long(), ones)
         self._lines = TokenLines.of(ones.long(), ones[:1].long(), batch_size, 4)
 

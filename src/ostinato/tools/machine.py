@@ -1,4 +1,4 @@
-"""Which machine and versions a result was measured on."""
+"""The machine and versions with which a result was measured."""
 
 import datetime
 import os
@@ -51,7 +51,7 @@ def _cpu_name() -> str:
 
 
 def _name_by_lscpu() -> str | None:
-    """On Arm the kernel gives numbers, and lscpu knows their names."""
+    """On Arm the kernel gives only numbers; lscpu knows their names."""
     if shutil.which("lscpu") is None:
         return None
     output = subprocess.run(["lscpu"], capture_output=True, text=True).stdout

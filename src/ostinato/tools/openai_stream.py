@@ -1,4 +1,4 @@
-"""One streamed completion from any OpenAI-compatible server, with the time of every piece."""
+"""One streamed completion from any OpenAI-compatible server, with the arrival time of every piece."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .streaming_client import ConnectionBroken, StreamingClient
 
 @dataclass
 class StreamedRequest:
-    """What came of one request. Times are those of `perf_counter`."""
+    """The outcome of one request. Times are those of `perf_counter`."""
 
     started: float
     """When it was due."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     arrivals: list[float] = field(default_factory=list)
-    """When each piece of text came."""
+    """When each piece of text arrived."""
     ended: float = 0.0
     error: str | None = None
 
@@ -36,7 +36,7 @@ class StreamedRequest:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token behind the first; None where there is only one."""
+        """Seconds per token after the first; None if there is only one."""
         if self.output_tokens < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
@@ -48,7 +48,7 @@ class StreamedRequest:
 
 
 async def stream(client: StreamingClient, path: str, body: bytes, due: float) -> StreamedRequest:
-    """Send a JSON body and read the answer as it comes; errors are part of the result."""
+    """Send a JSON body and read the answer as it arrives; errors are part of the result."""
     result = StreamedRequest(due)
     events = _Events(result)
     try:
@@ -58,7 +58,7 @@ async def stream(client: StreamingClient, path: str, body: bytes, due: float) ->
     except ConnectionBroken as error:
         result.error = str(error)
     result.ended = perf_counter()
-    # A server without usage in streams sends a token at a time.
+    # A server that sends no usage in streams sends one token at a time.
     result.output_tokens = result.output_tokens or len(result.arrivals)
     if result.error is None and not result.arrivals:
         result.error = "the answer had no text"
@@ -66,16 +66,16 @@ async def stream(client: StreamingClient, path: str, body: bytes, due: float) ->
 
 
 class _Events:
-    """Reads server-sent events out of the pieces of a body."""
+    """Reads server-sent events from the pieces of a body."""
 
     def __init__(self, result: StreamedRequest) -> None:
         self.beginning = b""
-        """Of the body: what an error says."""
+        """The beginning of the body, for error messages."""
         self._result = result
         self._rest = b""
 
     def take_in(self, piece: bytes) -> None:
-        """The next piece; it may end anywhere."""
+        """Process the next piece; it may end anywhere."""
         now = perf_counter()
         if len(self.beginning) < 1000:
             self.beginning += piece
@@ -98,12 +98,12 @@ class _Events:
                 result.prompt_tokens = usage["prompt_tokens"]
                 result.output_tokens = usage["completion_tokens"]
         except (ValueError, KeyError, TypeError) as error:
-            result.error = f"an event is no chunk of a completion ({type(error).__name__}): {data[:100]!r}"
+            result.error = f"an event is not a chunk of a completion ({type(error).__name__}): {data[:100]!r}"
 
 
 def _text(choice: Mapping[str, Any]) -> str | None:
     if "text" in choice:
-        # A model without a tokenizer has tokens to show, and no text.
+        # A model without a tokenizer returns tokens but no text.
         return choice["text"] or ("token" if choice.get("token_ids") else None)
     delta = choice.get("delta", {})
     return delta.get("content") or delta.get("reasoning_content")

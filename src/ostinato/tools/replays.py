@@ -1,4 +1,4 @@
-"""Single graphs of an engine, replayed alone: what of a step is the device's."""
+"""Replays single graphs of an engine by themselves, to measure the device's part of a step."""
 
 import statistics
 
@@ -13,8 +13,8 @@ _ROUNDS = 7
 
 
 def filled_graph(graphs: CudaGraphRunner, batch: int, query_len: int) -> CapturedGraph:
-    """The one for so many requests of so many tokens, without adapters; its inputs are the rows that were
-    used last. Inside `runner.unchanged()` alone: replays move rows on that belong to nobody."""
+    """The graph for this many requests of this many tokens, without adapters; its inputs are the rows that
+    were used last. Call only inside `runner.unchanged()`: replays advance rows that belong to no request."""
     key = next(
         key
         for key in graphs.graphs
@@ -29,7 +29,7 @@ def filled_graph(graphs: CudaGraphRunner, batch: int, query_len: int) -> Capture
 def replay_us(
     runner: ModelRunner, graphs: CudaGraphRunner, batch: int, query_len: int = 1, *, context: int = 64
 ) -> float:
-    """Microseconds of one replay, back to back, by the device's clock, from contexts of so many tokens on."""
+    """Microseconds per replay, back to back, by the device's clock, starting from contexts of this length."""
     times = []
     with runner.unchanged():
         graph = filled_graph(graphs, batch, query_len)

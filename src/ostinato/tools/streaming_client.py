@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for load: connections are kept, and bodies are handed on as they arrive.
+"""A small HTTP/1.1 client for load: it keeps connections, and passes bodies on as they arrive.
 
-What a client costs is measured as if it were the server's. General clients spend as much on a request as a
-server does; this one writes the request in one piece and has nothing between the socket and the parser.
+The cost of the client is measured as if it were the server's. General-purpose clients spend as much on a
+request as a server does; this one writes a request in one piece and has nothing between socket and parser.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 SILENCE_SECONDS = 600.0
-"""A server that says nothing for so long is given up."""
+"""A server that is silent for this long is given up."""
 
 
 class ConnectionBroken(Exception):
@@ -24,12 +24,12 @@ class ConnectionBroken(Exception):
 
 
 class StreamingClient:
-    """Requests to one server, any number at a time, each on a connection of its own."""
+    """Requests to one server, any number at a time, each on its own connection."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ConnectionBroken(f"{base_url!r} is not the address of a server: it begins with http://")
+            raise ConnectionBroken(f"{base_url!r} is not the address of a server: it must begin with http://")
         self._is_encrypted = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port or (443 if self._is_encrypted else 80)
         self._path = parts.path.rstrip("/")
@@ -45,13 +45,13 @@ class StreamingClient:
         return status, b"".join(pieces)
 
     async def post(self, path: str, json: bytes, on_body: Callable[[bytes], None]) -> int:
-        """Send a JSON body; `on_body` gets the answer's piece by piece. Returns the status."""
+        """Send a JSON body; `on_body` gets the answer's body piece by piece. Returns the status."""
         kind = f"Content-Type: application/json\r\nContent-Length: {len(json)}\r\n"
         head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}{kind}\r\n"
         return await self._ask(head.encode() + json, on_body)
 
     def close(self) -> None:
-        """Drop the connections that are kept."""
+        """Close idle connections."""
         for connection in self._idle:
             connection.close()
 
@@ -67,7 +67,7 @@ class StreamingClient:
         return status
 
     def _kept(self) -> _Connection | None:
-        """A connection that the server has not closed meanwhile."""
+        """An idle connection that the server has not closed."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -96,7 +96,7 @@ class _Connection(asyncio.Protocol):
         self._heard_at = 0.0
 
     async def ask(self, request: bytes, on_body: Callable[[bytes], None]) -> int:
-        """Send a request and wait for the end of its answer; its status."""
+        """Send a request, wait for the end of its answer and return its status."""
         loop = asyncio.get_running_loop()
         if self._transport is None or not self.is_open:
             raise ConnectionBroken("the server has closed the connection")
@@ -110,23 +110,23 @@ class _Connection(asyncio.Protocol):
             watch.cancel()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.is_open = False
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Of asyncio."""
+        """Called by asyncio."""
         self._transport, self.is_open = cast("asyncio.WriteTransport", transport), True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Of asyncio."""
+        """Called by asyncio."""
         self.is_open = False
         why = f": {exc}" if exc is not None else ""
         self._fail(f"the server closed the connection before the end of the answer{why}")
 
     def data_received(self, data: bytes) -> None:
-        """Of asyncio."""
+        """Called by asyncio."""
         self._heard_at = perf_counter()
         try:
             if self._parser is not None:
@@ -146,14 +146,14 @@ class _Connection(asyncio.Protocol):
         if left > 0:
             asyncio.get_running_loop().call_later(left, self._give_up_if_silent)
         else:
-            self._fail(f"the server has said nothing for {SILENCE_SECONDS:g} s")
+            self._fail(f"the server has sent nothing for {SILENCE_SECONDS:g} s")
 
     def on_body(self, body: bytes) -> None:
-        """Of httptools."""
+        """Called by httptools."""
         self._on_body(body)
 
     def on_message_complete(self) -> None:
-        """Of httptools."""
+        """Called by httptools."""
         assert self._parser is not None
         if not self._parser.should_keep_alive():
             self.close()

@@ -118,7 +118,7 @@ def test_flags_of_sglang_make_one_configuration() -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"speculative_algorithm": "NEXTN"}, "'NEXTN' is not supported; there are EAGLE, EAGLE3"),
+        ({"speculative_algorithm": "NEXTN"}, "'NEXTN' is not supported: use EAGLE, EAGLE3"),
         (
             {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
             "speculative_eagle_topk can only be 1",

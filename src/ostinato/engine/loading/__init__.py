@@ -1,1 +1,1 @@
-"""Before the first step: weights, KV cache, kernels compiled, memory divided."""
+"""Everything before the first step: load weights, size the KV cache, compile kernels, divide the memory."""

@@ -1,4 +1,4 @@
-"""Who gives an engine the memory that lives as long as it does: torch, or arenas, by tag."""
+"""Where an engine's long-lived memory comes from: torch, or arenas, by tag."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -8,10 +8,10 @@ import torch
 from ostinato.kernels.allocation import Allocate
 
 Tag = Literal["weights", "kv_cache"]
-"""`weights`: what loading fills, and can fill again. `kv_cache`: worth nothing once its requests are gone."""
+"""`weights`: filled by loading, and can be filled again. `kv_cache`: worthless once its requests are gone."""
 
 Arenas = Callable[[Tag, torch.device], Allocate | None]
-"""`arenas(tag, device)`: who allocates what has this tag; None: torch."""
+"""`arenas(tag, device)`: allocates memory of this tag; None: torch does."""
 
 
 def from_torch(tag: Tag, device: torch.device) -> Allocate | None:

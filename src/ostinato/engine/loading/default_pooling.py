@@ -1,4 +1,4 @@
-"""Where the vector of a text is taken from if nobody says: as sentence-transformers saved it with a model."""
+"""How a text's vector is made by default: as sentence-transformers saved it with the model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ logger = logging.getLogger("ostinato.engine")
 
 _USUAL = "last"
 _MODES = {"lasttoken": "last", "mean": "mean"}
-"""Its names and ours."""
+"""Its names, and Ostinato's."""
 _DONE_ANYWAY = ("Transformer", "Pooling", "Normalize")
 
 
 def default_pooling(directory: Path) -> str:
-    """`last`, or what `modules.json` leads to; what it asks for and nobody computes is told in a warning."""
+    """`last`, or what `modules.json` says; logs a warning for modules that are not computed."""
     chosen = _USUAL
     for module in _modules(directory):
         kind = str(module.get("type")).rpartition(".")[2]
         if kind == "Pooling":
             chosen = _pooling(directory / str(module.get("path", "")) / "config.json")
         elif kind not in _DONE_ANYWAY:
-            logger.warning("embeddings are those before the %s of modules.json, which is not computed", kind)
+            logger.warning("%s in modules.json is not computed: embeddings are those before it", kind)
     return chosen
 
 
@@ -50,7 +50,7 @@ def _pooling(file: Path) -> str:
     if len(modes) == 1 and modes[0] in _MODES:
         return _MODES[modes[0]]
     logger.warning(
-        "%s asks for %s: embeddings are of the last token unless pooling says mean",
+        "%s asks for %s: embeddings are those of the last token unless pooling is mean",
         file,
         " and ".join(modes) or "no pooling",
     )

@@ -1,5 +1,5 @@
-"""What a request is sampled with where it does not say: the model's generation_config.json, as vLLM and
-SGLang use it."""
+"""Defaults for sampling parameters that a request leaves out: from the model's generation_config.json, used
+as vLLM and SGLang use it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Its names and ours. The rest of the file (do_sample, beams, ids) is not about sampling here, nor with the
-peers; ids that end a text are the tokenizer's business."""
+"""Its names, and Ostinato's. The rest of the file (do_sample, beams, ids) is not used for sampling, nor is it
+by vLLM and SGLang; ids that end a text belong to the tokenizer."""
 
 
 def default_sampling(asked: EngineConfig, directory: Path) -> dict[str, Any]:
-    """Fields of `SamplingParams`; none of them for neutral values. TokenizerError for a broken file."""
+    """Fields of `SamplingParams`; empty for neutral values. Raises TokenizerError for a broken file."""
     return _from_config(asked, directory) | preferred_sampling(asked)
 
 
@@ -47,13 +47,13 @@ def _from_config(asked: EngineConfig, directory: Path) -> dict[str, Any]:
 
 
 def preferred_sampling(asked: EngineConfig) -> dict[str, Any]:
-    """Those that whoever started the engine has chosen."""
+    """The defaults from `override_generation_config`."""
     given: Mapping[str, Any] = asked.override_generation_config or {}
     known = _FIELDS.keys() | _FIELDS.values()
     for name in given:
         if name not in known:
             names = ", ".join(_FIELDS)
-            raise ConfigError(f"override_generation_config: {name!r} is not supported; there are {names}")
+            raise ConfigError(f"override_generation_config: {name!r} is not supported; supported: {names}")
     return _checked(given, "override_generation_config", ConfigError)
 
 

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is taken, and by whom."""
+"""How much of a GPU's memory is taken: in all, and by torch."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A reading, in bytes; all zero on a CPU."""
+    """A reading, in bytes; all 0 on a CPU."""
 
     taken: int = 0
-    """Of the device, by anybody."""
+    """In use on the device, by any process."""
     reserved: int = 0
-    """By torch's allocator, whether in use or not."""
+    """Held by torch's allocator, in use or not."""
     allocated: int = 0
-    """Of these, in use."""
+    """The part of `reserved` that is in use."""
 
     @classmethod
     def now(cls, device: torch.device) -> DeviceMemory:
-        """As it is at this moment."""
+        """The present state."""
         if device.type != "cuda":
             return cls()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total - free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
 
     def less(self, earlier: DeviceMemory) -> DeviceMemory:
-        """What was added since."""
+        """What was added since `earlier`."""
         return DeviceMemory(
             self.taken - earlier.taken,
             self.reserved - earlier.reserved,
@@ -36,5 +36,5 @@ class DeviceMemory:
 
     @property
     def by_driver(self) -> int:
-        """Taken, and not by torch's allocator: what the driver holds."""
+        """Taken, but not by torch's allocator: held by the driver."""
         return max(0, self.taken - self.reserved)

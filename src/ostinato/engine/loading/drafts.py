@@ -1,4 +1,4 @@
-"""The model that drafts, beside the one that it drafts for: found and checked first, placed behind it."""
+"""The draft model beside its target: found and checked before the target is placed, placed after it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .saved_memory import SavedMemory
 
 
 def draft_for(target: ModelConfig, config: ResolvedConfig) -> FoundDraft | None:
-    """The one that was asked for, if it fits; None: tokens are drafted without a model, or not at all.
+    """The configured draft model, if it fits; None: tokens are drafted without a model, or not at all.
 
-    ModelError says what does not fit. Nothing is allocated.
+    Raises ModelError that says what does not fit. Allocates nothing.
     """
     asked = config.speculation
     if asked is None:
         return None
     if not target.has_lm_head:
-        raise ModelError(f"{target.architecture} has no output layer: there is nothing to draft for")
+        raise ModelError(f"{target.architecture} has no output layer: remove speculative_config")
     if asked.model is None:
         return None
     directory = locate_model(
@@ -40,7 +40,7 @@ def draft_for(target: ModelConfig, config: ResolvedConfig) -> FoundDraft | None:
 def load_draft(
     found: FoundDraft, target: Transformer, config: ResolvedConfig, arenas: Arenas, memory: SavedMemory | None
 ) -> Draft:
-    """Place it. In sleep mode its weights come back by themselves: new ones are for the target."""
+    """Place it. After sleep its weights are always restored: weight updates are for the target only."""
     draft = found.load(
         target,
         max_positions=config.max_positions,
@@ -53,7 +53,7 @@ def load_draft(
 
 
 def draft_kv_shape(draft: Draft | None, dtype: torch.dtype) -> KVShape | None:
-    """What it stores per token; None: there is no draft."""
+    """What the draft stores per token; None: no draft."""
     if draft is None:
         return None
     shape = draft.shape
@@ -61,8 +61,8 @@ def draft_kv_shape(draft: Draft | None, dtype: torch.dtype) -> KVShape | None:
 
 
 def draft_windows(draft: Draft | None, max_drafts: int) -> tuple[int | None, ...]:
-    """How far its layers look back from the next position of the target; (): there is no draft. It computes
-    what the last step has accepted once more."""
+    """How far the draft's layers look back from the target's next position; (): no draft. It computes what
+    the last step has accepted once more."""
     if draft is None:
         return ()
     windows = draft.shape.layer_windows
@@ -72,7 +72,7 @@ def draft_windows(draft: Draft | None, max_drafts: int) -> tuple[int | None, ...
 def draft_parts(
     draft: Draft | None, num_pages: int, config: ResolvedConfig, arenas: Arenas
 ) -> DraftParts | None:
-    """The draft with its KV cache, of as many pages as the target's."""
+    """The draft with its KV cache, which has as many pages as the target's."""
     shape = draft_kv_shape(draft, config.dtype)
     if draft is None or shape is None:
         return None

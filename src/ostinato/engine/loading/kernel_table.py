@@ -1,4 +1,4 @@
-"""Which table of kernels an engine runs with, before that of the package: see `kernels.linear.choice`."""
+"""Which kernel table an engine uses instead of the package's own: see `kernels.linear.choice`."""
 
 import logging
 import os
@@ -17,24 +17,24 @@ logger = logging.getLogger("ostinato.engine")
 
 TABLE_VARIABLE = "OSTINATO_KERNEL_TABLE"
 NO_TABLE = "none"
-"""In place of a file: no table decides, that of the package neither, but the rules for any matrix."""
+"""Instead of a file name: no table is used, not even the package's; the rules for any matrix decide."""
 
 
 def tuned_table(device: torch.device) -> Path:
-    """Where `ostinato tune` leaves the table for such GPUs."""
+    """Where `ostinato tune` writes the table for this kind of GPU."""
     return cache_folder() / "kernel-tables" / table_name(gpu_of(device))
 
 
 def use_table_of_user(asked: str | None, device: torch.device) -> None:
-    """Use the table that was asked for, that of the environment, or what `ostinato tune` made; or none."""
+    """Use the table of this option, of the environment, or of `ostinato tune`, in this order; or none."""
     if device.type != "cuda":
         if asked:
-            raise ConfigError(f"kernel_table is for kernels of a GPU, and the engine runs on {device}")
+            raise ConfigError(f"kernel_table needs a GPU, and the engine runs on {device}: leave it out")
         return
     named = asked or os.environ.get(TABLE_VARIABLE)
     if named == NO_TABLE:
         use_table(None, package=False)
-        logger.info("kernels by rules: all tables are switched off")
+        logger.info("kernels are chosen by rules: kernel tables are off")
     else:
         _use_file(named, device)
     for told in fallbacks(device):
@@ -48,20 +48,20 @@ def _use_file(named: str | None, device: torch.device) -> None:
     except KernelTableError as error:
         if named:
             raise ConfigError(str(error)) from error
-        # Nobody asked for this one; it may be of another version.
+        # The user did not ask for this table, and it may be of another version.
         logger.warning("%s; make it again with `ostinato tune`, or delete it", error)
         table = None
     use_table(table)
     if table is None:
         _tell_of_old_table(device)
         return
-    logger.info("kernels by the table %s", file)
+    logger.info("kernels are chosen by the table %s", file)
     if table.gpu != str(gpu_of(device)):
         logger.warning("the kernel table %s was made on %s, not on %s", file, table.gpu, gpu_of(device))
 
 
 def _tell_of_old_table(device: torch.device) -> None:
-    """Versions before called tables by the GPU's product name: one that is left there decides nothing."""
+    """Warn of a table named by the GPU's product name, as older versions did: it is not used."""
     product = torch.cuda.get_device_name(device)
     old = tuned_table(device).with_name(re.sub(r"[^a-z0-9]+", "-", product.lower()) + ".json")
     if old.is_file():

@@ -1,4 +1,4 @@
-"""From a configuration to a model with its tokenizer in memory, and to a KV cache that fits beside it."""
+"""From a configuration to a loaded model with its tokenizer, and a KV cache that fits beside it."""
 
 from __future__ import annotations
 
@@ -42,33 +42,34 @@ from .shortage import Room, is_short_of_one_request, no_room_for_kv, no_room_for
 logger = logging.getLogger("ostinato.engine")
 
 CPU_KV_BYTES = 1 << 30
-"""The most a KV cache takes on a CPU, unless num_pages is given; memory is touched only as it is used."""
+"""Maximum size of the KV cache on a CPU, unless num_pages is given; memory is committed only when used."""
 
 
 class ModelLoadError(OstinatoError, ValueError):
-    """The model cannot be loaded as asked; the text says what is wrong with it."""
+    """The model cannot be loaded with these options; the message says what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedModel:
-    """A model whose memory is there: what is recorded of it now is right when its weights have come."""
+    """A model with its memory allocated: graphs that are recorded now stay valid once its weights are
+    read."""
 
     directory: Path
     config: ResolvedConfig
     model: Transformer
     attention: AttentionBackend
     arenas: Arenas = from_torch
-    """Who gives memory for weights and KV cache."""
+    """Where memory for weights and KV cache comes from."""
     memory: SavedMemory | None = None
-    """Of an engine in sleep mode: all that it allocates for good."""
+    """In sleep mode: everything that the engine allocates for good."""
     adapters: AdapterStacks | None = None
-    """Slots of adapters, where they are served."""
+    """Adapter slots, if adapters are served."""
     draft: Draft | None = None
-    """A model that drafts tokens, where one was asked for."""
+    """The draft model, if one is configured."""
     room: Room | None = None
-    """Memory of the device before anything of this was there; None: on a CPU."""
+    """Memory of the device before any of this was allocated; None: on a CPU."""
     is_first: bool = False
-    """Whether torch had nothing on the GPU before."""
+    """Whether torch held nothing on the GPU before."""
     tokenizer_directory: Path
 
 
@@ -77,16 +78,16 @@ class LoadedModel(PlacedModel):
     """A model ready to run."""
 
     tokenizer: Tokenizer | None
-    """None where the directory has none: prompts are token ids then."""
+    """None if the directory has none: then prompts are token ids."""
     eos_token_ids: frozenset[int]
     default_sampling: Mapping[str, Any]
-    """Of requests that do not say: fields of `SamplingParams`."""
+    """Defaults for requests that leave them out: fields of `SamplingParams`."""
     pooling: str = "last"
-    """Where vectors of texts are taken from if nobody says."""
+    """How vectors of texts are made by default."""
 
 
 def place(asked: EngineConfig, arenas: Arenas = from_torch) -> PlacedModel:
-    """Find the model and allocate it. Its weights come with `read`; meanwhile kernels may be compiled."""
+    """Find the model and allocate it. `read` fills its weights; until then kernels can be compiled."""
     room, memory, draft, adapters, is_first = None, None, None, None, False
     with _told():
         if torch.version.cuda is not None and asked.device != "cpu":
@@ -100,7 +101,7 @@ def place(asked: EngineConfig, arenas: Arenas = from_torch) -> PlacedModel:
         found_draft = draft_for(shape, config)
         if config.device.type == "cuda":
             is_first = not torch.cuda.memory_reserved(config.device)
-            torch.empty(1, device=config.device)  # makes the context, while Triton is imported
+            torch.empty(1, device=config.device)  # creates the context, while Triton is imported
             room = Room.on(config.device)
         attention = get_backend(asked.attention_backend, config.device)
         use_table_of_user(asked.kernel_table, config.device)
@@ -117,7 +118,7 @@ def place(asked: EngineConfig, arenas: Arenas = from_torch) -> PlacedModel:
         )
         if memory is not None:
             memory.take_over_buffers(model)
-        if found_draft is not None:  # whose weights may depend on the model's
+        if found_draft is not None:  # its weights may depend on the model's
             _fill(model, directory, asked)
             draft = load_draft(found_draft, model, config, arenas, memory)
         if asked.serves_adapters:
@@ -139,8 +140,8 @@ def place(asked: EngineConfig, arenas: Arenas = from_torch) -> PlacedModel:
 
 
 def read(placed: PlacedModel) -> LoadedModel:
-    """Read what files hold: weights, unless they came with those of a draft, the tokenizer, and what requests
-    start from."""
+    """Read the files: weights (unless they came with those of a draft), the tokenizer, and the defaults of
+    requests."""
     asked, directory = placed.config.config, placed.directory
     with _told(), _no_room_told(placed.model.config, placed.config, placed.room):
         # Reading a tokenizer takes as long as reading a small model's weights.
@@ -169,7 +170,7 @@ def read(placed: PlacedModel) -> LoadedModel:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What is wrong with files, as an error of loading."""
+    """Turn errors about files into a ModelLoadError."""
     try:
         yield
     except (ModelError, DownloadError, TokenizerError, BackendError) as error:
@@ -193,7 +194,7 @@ def _fill(model: Transformer, directory: Path, asked: EngineConfig) -> None:
 
 
 def weight_bytes(shape: ModelConfig, dtype: torch.dtype) -> int:
-    """What the weights of such a model take."""
+    """Size of the weights of such a model, in bytes."""
     return sum(tensor.nbytes for tensor in Transformer(shape, device="meta", dtype=dtype).parameters())
 
 
@@ -210,9 +211,10 @@ def allocate_kv(
     arenas: Arenas = from_torch,
     beside: KVShape | None = None,
 ) -> KVCache:
-    """The KV cache: as many pages as asked for, or as fit beside weights and what `rehearse` found.
+    """The KV cache, with the given number of pages, or with as many as fit beside weights and what `rehearse`
+    found.
 
-    `beside`: what a draft stores per token, in as many pages of its own, for which room is left.
+    `beside`: what a draft stores per token. It gets as many pages of its own, for which room is left.
     """
     shape = kv_shape(model, config)
     page_bytes = shape.bytes_per_page + (0 if beside is None else beside.bytes_per_page)
@@ -236,7 +238,7 @@ def _pages_that_fit(
     model: Transformer, config: ResolvedConfig, plan: MemoryPlan, page_bytes: int, room: Room | None
 ) -> int:
     if room is None:
-        # Pages of all requests at their longest, and page 0: more would never be used but as prefix cache.
+        # Pages of all requests at full length, and page 0: more would be used as prefix cache only.
         useful = config.max_running_requests * config.page_columns + 1
         return min(useful, max(CPU_KV_BYTES // page_bytes, config.page_columns + 1))
     pages = (room.allowed(config.config.mem_fraction) - plan.to_come) // page_bytes

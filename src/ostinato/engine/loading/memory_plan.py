@@ -1,4 +1,4 @@
-"""What an engine will take on the device beside weights and KV cache, as a rehearsal has found out."""
+"""The memory that an engine will take besides weights and KV cache, as found by a rehearsal."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ OUTSIDE_GRAPHS = 512 << 20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. Nothing where nobody asks: on a CPU; of the graphs, where the number of pages is given."""
+    """Bytes. 0 or None if not measured: on a CPU; for graphs, also if the number of pages is given."""
 
     buffers: int = 0
-    """Rows of requests, inputs, logits, states of sampling: allocated behind the KV cache."""
+    """Rows of requests, inputs, logits, sampling state: allocated after the KV cache."""
     workspace: int = 0
-    """What libraries took while kernels were tried out, and keep."""
+    """What libraries took while kernels were tried out; they keep it."""
     activations: int | None = None
-    """The pool of all graphs; None: not rehearsed."""
+    """Size of the shared pool of all graphs; None: not rehearsed."""
     executables: int = 0
-    """What the driver will take for all graphs, beside what it has kept of those of the rehearsal."""
+    """What the driver will take for all graphs, beyond what it kept of the rehearsal's."""
     rungs: Sequence[Mapping[GraphKey, int]] = field(default_factory=tuple)
-    """By how much each graph makes the pool grow: of the model, and of each kind of sampling."""
+    """How much each graph adds to the pool: graphs of the model, and of each kind of sampling."""
 
     @property
     def to_come(self) -> int:
-        """What has to stay free when the KV cache is allocated."""
+        """How much must stay free when the KV cache is allocated."""
         if self.activations is None:
             return 0
         return self.buffers + self.activations + self.executables + OUTSIDE_GRAPHS
 
     @property
     def predictions(self) -> dict[str, int]:
-        """In the words of `LLM.memory_report`."""
+        """With the names of `LLM.memory_report`."""
         if self.activations is None:
             return {}
         return {

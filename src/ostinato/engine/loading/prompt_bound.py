@@ -1,4 +1,4 @@
-"""The bound on prompts beside streams that an engine was asked for."""
+"""The limit on prompt tokens per step while streams run, from `target_itl_ms`."""
 
 from ostinato.graphs import GraphMode
 from ostinato.models.config import ModelConfig
@@ -10,7 +10,7 @@ from ..scheduling.step_costs import StepCosts
 
 
 def prompt_bound_of(config: ResolvedConfig, model: ModelConfig) -> PromptBound | None:
-    """None if nobody asked for one."""
+    """None if no target is configured."""
     target = config.config.target_itl_ms
     if target is None:
         return None
@@ -25,7 +25,7 @@ def prompt_bound_of(config: ResolvedConfig, model: ModelConfig) -> PromptBound |
 
 
 def tokens_per_pair(model: ModelConfig) -> float:
-    """Arithmetic of a query and a key, by that of all products of a token."""
+    """Arithmetic per pair of query and key, as a fraction of that of all matrix products of a token."""
     attention = 2 * model.num_heads * model.head_dim
     projections = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     return attention / (model.hidden_size * (projections + 3 * model.intermediate_size))

@@ -1,7 +1,7 @@
-"""Before the KV cache is there: compile what steps need, and find out what their graphs will take.
+"""Before the KV cache is allocated: compile the kernels of steps, and measure what their graphs will take.
 
-Runs on a GPU only, against a KV cache of two pages. Nothing of it stays but compiled kernels and a plan.
-Kernels do not depend on what weights there are, so these may be read while processes compile.
+Runs on a GPU only, with a KV cache of two pages. It leaves nothing but compiled kernels and a plan. Kernels
+do not depend on the weights' values, so weights can be read while processes compile.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .load import PlacedModel, kv_shape
 from .memory_plan import MemoryPlan
 
 _NODES_OF_AN_EMPTY_GRAPH = 200
-"""What the driver holds for a graph without nodes, in nodes: about."""
+"""What the driver holds for a graph without nodes, expressed in nodes; approximate."""
 
 
 class Rehearsal:
-    """Of an engine's steps, with a model whose weights may still be to come.
+    """Rehearses an engine's steps, with a model whose weights may not be read yet.
 
-    Kernels are compiled while its context is open; `plan` comes after. On a CPU there is nothing to do.
+    Kernels are compiled while its context is open; call `plan` after that. Does nothing on a CPU.
     """
 
     def __init__(self, placed: PlacedModel, times: StartupTimes) -> None:
@@ -45,13 +45,13 @@ class Rehearsal:
         self._sampler: Sampler | None = None
         self._before, self._buffers = DeviceMemory(), 0
         self.warm: frozenset[Hashable] = frozenset()
-        """Which kernels need no warm-up any more, as `PlannedGraphs.warmed_with` tells them apart."""
+        """Kernels that need no warm-up any more, as identified by `PlannedGraphs.warmed_with`."""
 
     def __enter__(self) -> Rehearsal:
         device = self._placed.config.device
         if self._is_on_gpu:
             with self._times.phase("compile"), ExitStack() as begun:
-                gc.collect()  # what goes meanwhile would make the buffers look smaller
+                gc.collect()  # garbage collected later would make the buffers look smaller
                 self._before = DeviceMemory.now(device)
                 self._make_steps()
                 compilation = begun.enter_context(Compilation(device))
@@ -83,14 +83,14 @@ class Rehearsal:
         self._buffers = DeviceMemory.now(config.device).less(before).allocated
 
     def _try_out(self) -> None:
-        """Run what launches each kernel."""
+        """Run something that launches each kernel."""
         runner, done, warm = self._runner, set(), set()
         assert runner is not None
         with runner.graphs.backend.stream():
             _start_libraries(runner)
         with runner.model.one_layer_of_each_kind():
             if self._sampler is not None:
-                self._sampler.try_out()  # has the kernel that takes longest to compile
+                self._sampler.try_out()  # includes the kernel that takes longest to compile
             for key in runner.graphs.keys:
                 kernels = runner.planned.kernels_of(key)
                 if kernels not in done:
@@ -102,16 +102,16 @@ class Rehearsal:
         self.warm = frozenset(warm)
 
     def plan(self) -> MemoryPlan:
-        """What graphs and buffers will take; nothing but compiled kernels is left of all this."""
+        """What graphs and buffers will take; after that only compiled kernels are left of the rehearsal."""
         if self._runner is None:
             return MemoryPlan()
         plan = MemoryPlan(self._buffers)
         with self._times.phase("rehearse"):
             if self._placed.config.config.num_pages is None:
-                # The engine will make these buffers again, behind its KV cache.
+                # The engine will allocate these buffers again, after its KV cache.
                 self._runner.graphs.take_as_warm(self.warm)
                 plan = replace(_trial_capture(self._runner, self._sampler), buffers=self._buffers)
-            # A runner and its graphs know each other, and what they hold must be gone before anything is
+            # A runner and its graphs refer to each other, and what they hold must be freed before anything is
             # sized.
             self._runner = self._sampler = None
             gc.collect()
@@ -121,9 +121,9 @@ class Rehearsal:
 
 
 def _start_libraries(runner: ModelRunner) -> None:
-    """What torch and cuBLAS do when they first run takes a quarter of a second, as steps would find out.
+    """Let torch and cuBLAS do their first-run work, a quarter of a second, now and not in the first steps.
 
-    It needs no Triton, which is getting ready meanwhile.
+    It does not need Triton, which is being imported at the same time.
     """
     ids = torch.zeros(64, dtype=torch.int64, device=runner.lengths.device)
     rows = runner.rows["lengths"].index_select(0, torch.where(ids < 0, ids + 1, ids))
@@ -133,9 +133,9 @@ def _start_libraries(runner: ModelRunner) -> None:
 
 
 def _trial_capture(runner: ModelRunner, sampler: Sampler | None) -> MemoryPlan:
-    """Capture some graphs of each kind; count, and drop them.
+    """Capture some graphs of each kind, count their memory, and drop them.
 
-    Others fit into the memory of these; each still takes something outside the pool, which follows from its
+    Other graphs fit into the memory of these; each still takes something outside the pool, estimated from its
     nodes.
     """
     before = DeviceMemory.now(runner.config.device)
@@ -174,7 +174,7 @@ def _kind(key: GraphKey) -> object:
 
 
 def _nodes(graphs: CudaGraphRunner) -> tuple[int, int]:
-    """Of the graphs that were captured, and of all, if those of a kind have equally many."""
+    """Nodes of the captured graphs, and of all graphs if those of a kind have equally many."""
     found: dict[object, list[int]] = {}
     for key, graph in graphs.graphs.items():
         found.setdefault(_kind(key), []).append(_NODES_OF_AN_EMPTY_GRAPH + (graph.recorded.nodes or 0))
@@ -184,14 +184,14 @@ def _nodes(graphs: CudaGraphRunner) -> tuple[int, int]:
 
 
 def _pool_bytes(runners: Sequence[CudaGraphRunner]) -> int:
-    """What the pool will hold: all of its budget, if that was too little for the largest graphs."""
+    """What the pool will hold: its whole budget, if that was too small for the largest graphs."""
     pool = runners[0].pool
     is_short = pool.budget is not None and any(graphs.failures for graphs in runners)
     return pool.budget if is_short and pool.budget is not None else pool.bytes
 
 
 def _growth(graphs: CudaGraphRunner) -> dict[GraphKey, int]:
-    """By key; where a budget decides, the runner finds out for itself."""
+    """What each graph adds to the pool, by key; empty with a budget, under which the runner measures it."""
     if graphs.pool.budget is not None:
         return {}
     captured = {key: graph.recorded.bytes for key, graph in graphs.graphs.items()}

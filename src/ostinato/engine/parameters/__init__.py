@@ -1,1 +1,1 @@
-"""What a request may ask for: sampling parameters, their checks, and the names that the peers have for it."""
+"""What a request may specify: sampling parameters, their checks, and vLLM's names for them."""

@@ -1,4 +1,4 @@
-"""Words that may not come, as the token ids that they would come as."""
+"""Words that must not be generated, as token ids."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .parameter_checks import RequestError
 def token_sequences(
     words: Sequence[str | Sequence[int]], encode: Callable[[str], Sequence[int]]
 ) -> list[list[int]]:
-    """Each way in which one of these words is written, once: at the beginning of a text, and behind a blank.
+    """Each way in which one of these words is written, once: at the start of a text, and after a space.
 
-    `encode` adds no special tokens. Words that are token ids already stay as they are.
+    `encode` must add no special tokens. Words that are token ids already stay as they are.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -23,6 +23,6 @@ def token_sequences(
         for written in (bare, f" {bare}") if bare else (word,):
             ids = tuple(encode(written))
             if not ids:
-                raise RequestError(f"bad_words: {word!r} has no tokens")
+                raise RequestError(f"bad_words: {word!r} has no tokens: remove it")
             found[ids] = None
     return [list(ids) for ids in found]

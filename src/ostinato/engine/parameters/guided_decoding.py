@@ -1,4 +1,4 @@
-"""What the text must look like, under vLLM's two names for it."""
+"""What the text must match, under vLLM's older name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BACKENDS = (None, "auto", "xgrammar")
 
 
 class GuidedDecodingParams(StructuredOutputs):
-    """`StructuredOutputsParams` as it was called before, with the choice of a backend: there is xgrammar."""
+    """The older name of `StructuredOutputsParams`, with a choice of backend: xgrammar is the only one."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class GuidedDecodingParams(StructuredOutputs):
         whitespace_pattern: str | None = None,
         structural_tag: str | None = None,
     ) -> None:
-        """`backend_was_auto` and `disable_fallback` change nothing: there is one backend."""
+        """`backend_was_auto` and `disable_fallback` have no effect: there is only one backend."""
         if backend not in _BACKENDS:
-            raise RequestError(f"guided_decoding: there is no backend {backend!r}, use xgrammar or none")
+            raise RequestError(f"guided_decoding has no backend {backend!r}: use xgrammar, or leave it out")
         super().__init__(
             json,
             regex,
@@ -58,7 +58,7 @@ class GuidedDecodingParams(StructuredOutputs):
         whitespace_pattern: str | None = None,
         structural_tag: str | None = None,
     ) -> GuidedDecodingParams | None:
-        """None where nothing is asked for."""
+        """None if nothing is specified."""
         if all(each is None for each in (json, regex, choice, grammar, json_object, structural_tag)):
             return None
         return GuidedDecodingParams(

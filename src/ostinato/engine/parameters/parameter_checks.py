@@ -1,4 +1,4 @@
-"""Checks of what callers say about a request; each refusal begins with the name of what is wrong."""
+"""Checks of the values in a request; each refusal begins with the name of the offending one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from ostinato.graphs.errors import OstinatoError
 
 SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""Of float32, as the device computes."""
+"""Of float32, in which the device computes."""
 
 
 class RequestError(OstinatoError, ValueError):
-    """A request cannot be served as it was asked. The engine goes on serving the others."""
+    """A request cannot be served as specified. The engine continues to serve the others."""
 
 
 def check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
-    """RequestError unless it is a number in this range that the device can hold."""
+    """Raises RequestError unless it is a number in this range that the device can hold."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:  # type: ignore[operator]
         raise RequestError(f"{name} must be {rule}, not {value!r}")
@@ -25,33 +25,33 @@ def check_number(name: str, value: object, low: float, high: float, rule: str) -
 
 
 def check_integer(name: str, value: object, low: int, high: float, rule: str) -> None:
-    """RequestError unless it is an integer in this range."""
+    """Raises RequestError unless it is an integer in this range."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise RequestError(f"{name} must be {rule}, not {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """RequestError unless it is true or false."""
+    """Raises RequestError unless it is True or False."""
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be True or False, not {value!r}")
 
 
 def token_id(name: str, value: object) -> int:
-    """The value if it can be a token id."""
+    """The value, if it can be a token id; otherwise raises RequestError."""
     check_integer(name, value, 0, 2**31 - 1, "a token id (an integer of at least 0)")
     return value  # type: ignore[return-value]
 
 
 def token_ids(name: str, of_one: str, given: object) -> list[int]:
-    """Token ids in a list of their own, each once; None is no id."""
+    """The token ids as a new list, each once; None gives an empty list."""
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return []
     return list(dict.fromkeys(token_id(of_one, value) for value in listed(name, given, "token ids")))
 
 
 def listed(name: str, given: object, of: str) -> list[Any]:
-    """What was given as a list of its own, None as an empty one; RequestError for what lists nothing, and for
-    a text."""
+    """The values as a new list, None as an empty one. Raises RequestError for a string, and for values that
+    cannot be iterated over."""
     if given is None:
         return []
     if hasattr(given, "tolist"):  # an array or a tensor: its numbers are objects of their own
@@ -64,10 +64,10 @@ def listed(name: str, given: object, of: str) -> list[Any]:
 def biases(given: object) -> dict[int, float]:
     """`logit_bias` with token ids as keys."""
     if not isinstance(given, Mapping):
-        raise RequestError(f"logit_bias maps token ids to numbers, not {given!r}")
+        raise RequestError(f"logit_bias must map token ids to numbers, not {given!r}")
     checked = {}
     for key, value in given.items():
-        # JSON has only text keys, so that is how the OpenAI API carries token ids.
+        # JSON has only string keys, so the OpenAI API sends token ids as strings.
         token = int(key) if isinstance(key, str) and key.isdecimal() else key
         check_number(f"logit_bias of token {key}", value, -100.0, 100.0, "from -100 to 100")
         checked[token_id("a key of logit_bias", token)] = float(value)

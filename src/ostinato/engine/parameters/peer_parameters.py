@@ -1,5 +1,5 @@
-"""Parameters of vLLM that `SamplingParams` has no field for: other names, no-ops, and refusals with a way
-out."""
+"""vLLM's parameters for which `SamplingParams` has no field: other names, no-ops, and refusals that say what
+to use instead."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "trace_decode_token_ids": (None,),
     "use_beam_search": (None, False),
 }
-"""Values that ask for what is done anyway."""
+"""Values that request what happens anyway."""
 
 _INSTEAD = {
-    "best_of": "completions are not made to be thrown away: use n",
-    "early_stopping": "it is about beams: use LLM.beam_search",
-    "length_penalty": "it is about beams: use LLM.beam_search with BeamSearchParams",
+    "best_of": "extra completions are not generated and discarded: use n",
+    "early_stopping": "it applies to beams: use LLM.beam_search",
+    "length_penalty": "it applies to beams: use LLM.beam_search with BeamSearchParams",
     "repetition_detection": "repetition does not end a request: use repetition_penalty or stop",
     "routed_experts_prompt_start": "experts are not reported",
-    "thinking_token_budget": "thinking is not counted by itself: use max_tokens",
+    "thinking_token_budget": "thinking tokens are not counted separately: use max_tokens",
     "trace_decode_token_ids": "tokens cannot be forced: use allowed_token_ids or structured_outputs",
     "use_beam_search": "use LLM.beam_search with BeamSearchParams",
 }
 
 
 def takes_peer_names(params: _Class) -> _Class:
-    """Let a class of parameters take these names: `guided_decoding` as `structured_outputs`, others where
-    they ask for nothing, and RequestError says what to use instead."""
+    """Let a class of parameters accept these names: `guided_decoding` as `structured_outputs`; the others
+    with values that request nothing. Otherwise it raises RequestError that says what to use instead."""
     own = params.__init__  # type: ignore[misc]
 
     @functools.wraps(own)
@@ -47,7 +47,7 @@ def takes_peer_names(params: _Class) -> _Class:
         if "guided_decoding" in given:
             wanted = given.pop("guided_decoding")
             if wanted is not None and given.get("structured_outputs") is not None:
-                raise RequestError("guided_decoding is the older name of structured_outputs: give one")
+                raise RequestError("guided_decoding is the older name of structured_outputs: give only one")
             if wanted is not None:
                 given["structured_outputs"] = wanted
         own(self, *args, **given)

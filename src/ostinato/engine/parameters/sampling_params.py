@@ -144,7 +144,7 @@ class SamplingParams:
     """Arbitrary values of the caller, kept with the request; Ostinato itself does not read them."""
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else listed("stop", self.stop, "texts")
+        self.stop = [self.stop] if isinstance(self.stop, str) else listed("stop", self.stop, "strings")
         self.stop_token_ids = token_ids("stop_token_ids", "a stop token id", self.stop_token_ids)
         self.seed = None if self.seed == -1 else self.seed
         for name in _FLAGS:
@@ -175,7 +175,7 @@ class SamplingParams:
     def _check_ending(self) -> None:
         for text in self.stop or ():
             if not isinstance(text, str) or not text:
-                raise RequestError(f"a stop string must be a non-empty text, not {text!r}")
+                raise RequestError(f"a stop string must be a non-empty string, not {text!r}")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings are searched for in the text: they need detokenize=True")
         if self.max_tokens is not None:
@@ -215,7 +215,7 @@ class SamplingParams:
                 raise RequestError("allowed_token_ids is empty and allows no token; None allows all")
             self.allowed_token_ids = allowed
         if self.bad_words is not None:
-            self.bad_words = [_bad_word(word) for word in listed("bad_words", self.bad_words, "texts")]
+            self.bad_words = [_bad_word(word) for word in listed("bad_words", self.bad_words, "strings")]
         if self.logits_processors is not None:
             self.logits_processors = listed("logits_processors", self.logits_processors, "functions")
             for given in self.logits_processors:
@@ -264,7 +264,7 @@ class SamplingParams:
         return made
 
     def _copied(self) -> SamplingParams:
-        """As `copy.copy`, in a tenth of the time."""
+        """Like `copy.copy`, in a tenth of the time."""
         if type(self) is not SamplingParams:
             return copy.copy(self)
         made = object.__new__(SamplingParams)
@@ -276,7 +276,7 @@ class SamplingParams:
         made = self._copied()
         made.n = 1
         if self.seed is not None:
-            # Wraps around inside 64 bits, and past -1, which means: no seed.
+            # Wraps around within 64 bits, and skips -1, which means no seed.
             seed = (self.seed + number + 2**63) % 2**64 - 2**63
             made.seed = 2**63 - 1 if seed == -1 else seed
         return made
@@ -290,25 +290,25 @@ class SamplingParams:
 
 _values_of = operator.attrgetter(*SamplingParams.__slots__)
 _LISTS = ("stop", "stop_token_ids")
-"""Fields of which each request gets its own list."""
+"""Fields of which each request gets its own copy of the list."""
 _simple_values_of = operator.attrgetter(*(name for name in SamplingParams.__slots__ if name not in _LISTS))
 _UNCHANGING = {type(None), bool, int, float, RequestOutputKind}
 
 
 class _LastChecked:
-    """The values of the parameters that passed last, if nothing inside them can have changed since."""
+    """The values of the last parameters that passed the checks, if nothing in them can have changed since."""
 
     def __init__(self) -> None:
         self._values: tuple[Any, ...] = ()
 
     def note(self, params: SamplingParams) -> None:
-        """Remember parameters that passed."""
+        """Remember parameters that passed the checks."""
         values = _simple_values_of(params)
         self._values = values if _UNCHANGING.issuperset(map(type, values)) else ()
 
     def are(self, params: SamplingParams) -> bool:
         """Whether these are the same objects, without stop strings or stop tokens."""
-        values = self._values  # another thread may note others meanwhile
+        values = self._values  # another thread may replace them meanwhile
         if params.stop != [] or params.stop_token_ids != [] or not values:
             return False
         return all(map(operator.is_, _simple_values_of(params), values))
@@ -348,7 +348,7 @@ class BeamSearchParams:
 def _bad_word(word: object) -> str | list[int]:
     if isinstance(word, str):
         if not word:
-            raise RequestError("bad_words must not contain an empty text")
+            raise RequestError("bad_words must not contain an empty string")
         return word
     ids = [token_id("an id of bad_words", each) for each in listed("bad_words", word, "token ids")]
     if not ids:

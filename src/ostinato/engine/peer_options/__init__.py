@@ -1,1 +1,1 @@
-"""Options of vLLM and SGLang under their own names, and what becomes of each here."""
+"""vLLM's and SGLang's options under their own names, and what Ostinato does with each."""

@@ -1,4 +1,4 @@
-"""Values of peers' options that are more than another name for one of ours."""
+"""Conversions of peers' option values that are more than a change of name."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ _COMPILER_KEYS = frozenset(
     {"mode", "level", "backend", "use_inductor", "inductor_compile_config", "custom_ops", "pass_config"}
     | {"cache_dir", "compile_sizes", "splitting_ops", "debug_dump_path", "use_inductor_graph_partition"}
 )
-"""About torch.compile, which the engine does not use."""
+"""Keys about torch.compile, which the engine does not use."""
 
 
 def compilation_config(value: Any) -> Converted:
-    """vLLM's: what it says about graphs; what it says about the compiler changes no result."""
+    """vLLM's: keys about graphs are used; keys about the compiler have no effect on results."""
     if isinstance(value, int):
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"compilation_config is an object or a level, not {value!r}")
+        raise ConfigError(f"compilation_config must be an object or a level, not {value!r}")
     found: dict[str, Any] = {}
     for key, given in value.items():
         if key in _GRAPH_KEYS:
             if given is not None:
-                given = getattr(given, "name", given)  # of an enumeration
+                given = getattr(given, "name", given)  # of an enum member
                 found[_GRAPH_KEYS[key]] = tuple(given) if isinstance(given, list) else given
         elif key not in _COMPILER_KEYS:
             known = ", ".join(_GRAPH_KEYS)
-            raise ConfigError(f"compilation_config: {key!r} is not supported; there are {known}")
+            raise ConfigError(f"compilation_config: {key!r} is not supported; supported: {known}")
     return found
 
 
 def structured_outputs_config(value: Any) -> Converted:
-    """Who compiles grammars: there is one."""
+    """The backend that compiles grammars: xgrammar is the only one."""
     for key, given in _group("structured_outputs_config", value).items():
         if key != "backend" or given not in ("auto", "xgrammar"):
             if given in (None, False, ""):
                 continue
             raise ConfigError(
-                f"structured_outputs_config: {key}={given!r} is not supported; there is the backend xgrammar"
+                f"structured_outputs_config: {key}={given!r} is not supported; the only backend is xgrammar"
             )
     return {}
 
@@ -74,21 +74,19 @@ _PROFILER_KEYS = {
 
 
 def profiler_config(value: Any) -> Converted:
-    """vLLM's: a folder for the traces, steps to leave out and steps to record."""
+    """vLLM's: a folder for the traces, and the numbers of steps to skip and to record."""
     found: dict[str, Any] = {}
     for key, given in _group("profiler_config", value).items():
         if key in _PROFILER_KEYS:
             found[_PROFILER_KEYS[key]] = given
         elif given not in (None, False) and (key, given) != ("profiler", "torch"):
             known = ", ".join(_PROFILER_KEYS)
-            raise ConfigError(
-                f"profiler_config: {key}={given!r} is not supported; there are {known}, with torch's profiler"
-            )
+            raise ConfigError(f"profiler_config: {key}={given!r} is not supported: use only {known}")
     return found
 
 
 def pooler_config(value: Any) -> Converted:
-    """vLLM's: how a prompt becomes a vector."""
+    """vLLM's: how a prompt is turned into a vector."""
     found: dict[str, Any] = {}
     for key, given in _group("pooler_config", value).items():
         if key in ("pooling_type", "seq_pooling_type") and str(given).upper() in ("LAST", "MEAN"):
@@ -96,26 +94,27 @@ def pooler_config(value: Any) -> Converted:
         elif given is not None and (key, given) not in (("normalize", True), ("use_activation", True)):
             raise ConfigError(
                 f"pooler_config: {key}={given!r} is not supported; pooling_type can be LAST or MEAN, and "
-                "PoolingParams say the rest"
+                "the rest is set in PoolingParams"
             )
     return found
 
 
 def hf_overrides(value: Any) -> Converted:
-    """Fields of config.json; vLLM also takes a function that changes them."""
+    """Fields of config.json; a function that changes them, as in vLLM, is refused."""
     if callable(value):
-        raise ConfigError("hf_overrides is a mapping of fields of config.json here, not a function")
+        raise ConfigError("hf_overrides must be a mapping of fields of config.json, not a function")
     if not isinstance(value, Mapping):
-        raise ConfigError(f"hf_overrides is a mapping of fields of config.json, not {value!r}")
+        raise ConfigError(f"hf_overrides must be a mapping of fields of config.json, not {value!r}")
     return {"hf_overrides": dict(value)} if value else {}
 
 
 def lora_modules(value: Any) -> Converted:
-    """Adapters to load: a list of name=directory, of JSON texts or of objects, or directories by name."""
+    """Adapters to load: a list of name=directory, JSON strings or objects, or a mapping of name to
+    directory."""
     if isinstance(value, Mapping):
         listed = [{"name": name, "path": path} for name, path in value.items()]
     elif isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"lora_modules is a list of name=directory, not {value!r}")
+        raise ConfigError(f"lora_modules must be a list of name=directory, not {value!r}")
     else:
         listed = list(value)
     texts = [json.dumps(entry) if isinstance(entry, Mapping) else str(entry) for entry in listed]
@@ -123,24 +122,24 @@ def lora_modules(value: Any) -> Converted:
 
 
 def attention_config(value: Any) -> Converted:
-    """vLLM's: which kernels attend."""
+    """vLLM's: which attention kernels to use."""
     found: dict[str, Any] = {}
     for key, given in _group("attention_config", value).items():
         if key == "backend" and given is not None:
             found |= attention_backend(str(getattr(given, "name", given)))
         elif given is not None:
-            raise ConfigError(f"attention_config: {key} is not supported; there is backend")
+            raise ConfigError(f"attention_config: {key} is not supported; the only key is backend")
     return found
 
 
 def _group(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is an object, not {value!r}")
+        raise ConfigError(f"{name} must be an object, not {value!r}")
     return value
 
 
 def attention_backend(value: str) -> Converted:
-    """Another library's kernels compute the same: ours are used, with a word."""
+    """Names of other libraries' kernels mean auto, with a warning: Ostinato's own compute the same."""
     name = value.lower()
     if name in _BACKENDS:
         return {"attention_backend": _BACKENDS[name]}
@@ -161,7 +160,7 @@ def chunked_prefill_size(value: Any) -> Converted:
 
 
 def pages_of_tokens(value: int) -> Converted:
-    """As many pages as hold so many tokens, and page 0."""
+    """As many pages as hold this many tokens, plus page 0."""
     return {"num_pages": -(-value // PAGE_TOKENS) + 1}
 
 
@@ -171,5 +170,5 @@ def gpu_by_number(value: int) -> Converted:
 
 
 def when_true(name: str, value: Any) -> Any:
-    """A conversion of a flag: set an option of ours if it is given, nothing if it is not."""
+    """A conversion for a flag: sets an option of ours if the flag is given, otherwise nothing."""
     return lambda given: {name: value} if given else {}

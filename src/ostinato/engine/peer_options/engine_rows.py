@@ -1,4 +1,4 @@
-"""Options about the model and the engine."""
+"""Options for the model and the engine."""
 
 from . import conversions
 from .lora_rows import ADAPTERS

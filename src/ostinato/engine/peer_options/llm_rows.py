@@ -1,4 +1,4 @@
-"""Options of vLLM that are no flags of ours and mean something to `LLM`, or something else to the server."""
+"""vLLM's options that are not flags of Ostinato but mean something to `LLM`, or differ for the server."""
 
 from . import conversions
 from .option import PeerOption, acts, harmless, mapped, refused

@@ -1,4 +1,4 @@
-"""Options about LoRA adapters."""
+"""Options for LoRA adapters."""
 
 from . import conversions
 from .option import PeerOption, acts, harmless, mapped, refused

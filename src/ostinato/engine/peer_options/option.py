@@ -1,4 +1,4 @@
-"""One option of a peer: how it is written, and what becomes of it here."""
+"""One peer option: how it is written, and what Ostinato does with it."""
 
 from __future__ import annotations
 
@@ -10,73 +10,73 @@ from typing import Any
 from ostinato.graphs.errors import ConfigError
 
 Converted = Mapping[str, Any]
-"""Options of ours with their values."""
+"""Ostinato's options with their values."""
 
 
 class Fragment(dict[str, Any]):
-    """A part of an option of ours that several of theirs make together."""
+    """A part of one of Ostinato's options that several peer options set together."""
 
     def __init__(self, parts: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> None:
-        """`usual`: what goes for keys that nobody gives."""
+        """`usual`: values of keys that are not given."""
         super().__init__(parts)
         self.usual = dict(usual or {})
 
     def joined(self, other: Fragment) -> Fragment | None:
-        """With another one; None if both give a key, and not the same value."""
+        """This and another one combined; None if both give a key different values."""
         if any(self[key] != other[key] for key in self.keys() & other.keys()):
             return None
         return Fragment({**self, **other}, {**self.usual, **other.usual})
 
     def whole(self) -> dict[str, Any]:
-        """When all are together."""
+        """The whole, once all parts are joined."""
         return {**self.usual, **self}
 
 
 class Effect(StrEnum):
-    """What becomes of an option."""
+    """What Ostinato does with an option."""
 
     ACTS = "acts"
-    """It is ours too, and means the same."""
+    """Ostinato has it too, with the same meaning."""
     MAPPED = "mapped"
-    """It becomes another one of ours."""
+    """It sets another of Ostinato's options."""
     HARMLESS = "harmless"
-    """It changes nothing here, and nobody who gives it gets something else than asked for."""
+    """It has no effect, and the user still gets what the option asks for."""
     REFUSED = "refused"
-    """What it asks for does not exist here."""
+    """What it asks for does not exist in Ostinato."""
 
 
 @dataclass(frozen=True)
 class PeerOption:
-    """A row of the table. Options of the same name and meaning in both peers have one row."""
+    """A row of the table. Options with the same name and meaning in both peers share one row."""
 
     name: str
     """As a keyword; the flag is the same with dashes."""
     peers: tuple[str, ...]
     """vllm, sglang."""
     kind: str
-    """How a value is written: flag, int, float, text, json, ints, texts."""
+    """The type of its value: flag, int, float, text, json, ints, texts."""
     effect: Effect
     text: str
     """What it does here, or what to use instead."""
     example: str
     """A value as people write it on a command line; empty for a flag."""
     becomes: str | None = None
-    """The option of ours that gets the value."""
+    """The option of Ostinato that gets the value."""
     values: Mapping[Any, Any] = field(default_factory=dict)
-    """Values that are called something else here."""
+    """Values that have another name in Ostinato."""
     same: tuple[Any, ...] = ()
-    """Of a harmless option: values that are what happens here anyway."""
+    """For a harmless option: values that request what happens anyway."""
     tunes: bool = False
-    """Of a harmless option: whether any other value is accepted, with a word, since results do not depend
-    on it."""
+    """For a harmless option: whether any other value is accepted too, with a warning, because results do not
+    depend on it."""
     convert: Callable[[Any], Converted] | None = None
-    """Makes options of ours of a value, where a name and `values` do not say it."""
+    """Turns a value into options of Ostinato, if a name and `values` are not enough."""
     shorts: tuple[str, ...] = ()
     """Other ways to write the flag, dashes included."""
     along: str = ""
-    """What people write beside it on a command line, where it says nothing alone."""
+    """What is written with it on a command line, if it has no meaning alone."""
     is_servers: bool = False
-    """Whether it is about the server, and no keyword of `LLM`."""
+    """Whether it is for the server only, and not a keyword of `LLM`."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -89,9 +89,9 @@ class PeerOption:
         return self.effect is Effect.REFUSED
 
     def ours(self, value: Any, spelled: str) -> tuple[Converted, str | None]:
-        """Options of ours for a value, and a word to the user; ConfigError if it cannot be had.
+        """Options of Ostinato for a value, and a message for the user. Raises ConfigError if unsupported.
 
-        `spelled`: what the user called it. None, False and nothing at all ask for nothing.
+        `spelled`: the name that the user wrote. None, False and empty values request nothing.
         """
         if value is None:
             return {}, None
@@ -117,23 +117,23 @@ class PeerOption:
 
 
 def acts(name: str, peers: str, kind: str, example: str, text: str, **details: Any) -> PeerOption:
-    """A row for an option that is ours too."""
+    """A row for an option that Ostinato has too."""
     return PeerOption(name, tuple(peers.split()), kind, Effect.ACTS, text, example, **details)
 
 
 def mapped(
     name: str, peers: str, kind: str, example: str, becomes: str | None, text: str, **details: Any
 ) -> PeerOption:
-    """A row for an option that is called something else here."""
+    """A row for an option that has another name in Ostinato."""
     known = tuple(peers.split())
     return PeerOption(name, known, kind, Effect.MAPPED, text, example, becomes=becomes, **details)
 
 
 def harmless(name: str, peers: str, kind: str, example: str, text: str, **details: Any) -> PeerOption:
-    """A row for an option that changes nothing here: `same` values, or any where it `tunes`."""
+    """A row for an option that has no effect: its `same` values, or any value if it `tunes`."""
     return PeerOption(name, tuple(peers.split()), kind, Effect.HARMLESS, text, example, **details)
 
 
 def refused(name: str, peers: str, kind: str, example: str, text: str, **details: Any) -> PeerOption:
-    """A row for an option that does not exist here; the text says what to use instead."""
+    """A row for an option that does not exist in Ostinato; the text says what to use instead."""
     return PeerOption(name, tuple(peers.split()), kind, Effect.REFUSED, text, example, **details)

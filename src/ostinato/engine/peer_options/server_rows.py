@@ -1,4 +1,4 @@
-"""Options about the HTTP server."""
+"""Options for the HTTP server."""
 
 from typing import Any
 

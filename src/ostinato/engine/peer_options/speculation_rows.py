@@ -1,4 +1,4 @@
-"""Options about speculation. Several of a peer's make one of ours, `speculative_config`."""
+"""Options for speculation. Several of a peer's options set one of Ostinato's, `speculative_config`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .option import Fragment, PeerOption, acts, harmless, mapped, refused
 
 _ALGORITHMS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "draft_model", "NGRAM": "ngram"}
 _USUAL_DRAFTS = 3
-"""Of SGLang's algorithms, where nobody says how many."""
+"""Default number of drafts of SGLang's algorithms."""
 _A_MODEL = "--speculative-algorithm STANDALONE --speculative-draft-model x"
 _NO_TRIE = "the request's own text is searched; there is no trie"
 
@@ -20,15 +20,13 @@ def _part(key: str) -> Any:
 def _algorithm(value: Any) -> dict[str, Any]:
     method = _ALGORITHMS.get(str(value).upper())
     if method is None:
-        raise ConfigError(
-            f"speculative_algorithm {value!r} is not supported; there are {', '.join(_ALGORITHMS)}"
-        )
+        raise ConfigError(f"speculative_algorithm {value!r} is not supported: use {', '.join(_ALGORITHMS)}")
     part = Fragment({"method": method}, usual={"num_speculative_tokens": _USUAL_DRAFTS})
     return {"speculative_config": part}
 
 
 def _draft_tokens(value: int) -> dict[str, Any]:
-    """SGLang counts the token before the drafts among those that are verified."""
+    """SGLang counts the token before the drafts among the verified ones."""
     return {"speculative_config": Fragment({"num_speculative_tokens": value - 1})}
 
 

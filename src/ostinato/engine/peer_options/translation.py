@@ -1,4 +1,4 @@
-"""The table of all peers' options, and the way from theirs to ours."""
+"""The table of all peer options, and the translation of peers' options to Ostinato's."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ OF_LLM = {row.name: row for row in (*ENGINE_ROWS, *LLM_ROWS)}
 """By keyword of `LLM`."""
 
 BY_FLAG = {flag: row for row in reversed(ROWS) for flag in row.flags}
-"""By what is written on a command line; --tensor-parallel-size is vLLM's row, whose name it is."""
+"""By flag on a command line; --tensor-parallel-size is vLLM's row, as the name is vLLM's."""
 
 
 def translated(
     options: Mapping[str, Any], *, for_server: bool = False, spelled: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Options in our names, from options in ours, vLLM's or SGLang's.
+    """Options in Ostinato's names, from options in Ostinato's, vLLM's or SGLang's.
 
-    A name that no peer has is left as it is. A value that nobody needs is left out, with a warning if
-    somebody may have expected something of it. ConfigError for what cannot be had, by name, and for two
-    names of one thing. `for_server`: whether options of the server are understood too. `spelled`: how the
-    user wrote a name, if not so.
+    A name that no peer has is left as it is. A value with no effect is left out, with a warning if the user
+    may have expected one. Raises ConfigError, naming the option, for an unsupported value, and for two names
+    of one option that disagree. `for_server`: whether to accept options of the server too. `spelled`: how the
+    user wrote a name, if differently.
     """
     found: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -48,7 +48,7 @@ def translated(
 
 
 def _together(before: Any, given: Any, first: str, second: str) -> Any:
-    """What two names of an option of ours say; ConfigError if they contradict each other."""
+    """The combined value of two names for one of our options. Raises ConfigError if they contradict."""
     if isinstance(before, Fragment) and isinstance(given, Fragment):
         joined = before.joined(given)
         if joined is not None:
@@ -65,7 +65,7 @@ def _ours(name: str, value: Any, shown: str, for_server: bool) -> Mapping[str, A
     if row.is_servers and not for_server:
         if value is None:
             return {}
-        raise ConfigError(f"{shown} is an option of the server, `ostinato serve`")
+        raise ConfigError(f"{shown} is an option of the server only: use it with `ostinato serve`")
     converted, word = row.ours(value, shown)
     if word is not None:
         logger.warning("%s", word)

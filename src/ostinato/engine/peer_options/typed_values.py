@@ -1,4 +1,4 @@
-"""Values as people type them on a command line: numbers as 4k or 4K, lists with blanks or commas, JSON."""
+"""Values as typed on a command line: numbers as 4k or 4K, lists with spaces or commas, JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 def parsed(row: PeerOption, flag: str, values: Sequence[str]) -> Any:
-    """The value of an option, from the words behind its flag; ConfigError for words that are none."""
+    """The value of an option, from the words after its flag. Raises ConfigError if they do not fit its
+    type."""
     text = values[0]
     try:
         match row.kind:
@@ -37,7 +38,7 @@ def parsed(row: PeerOption, flag: str, values: Sequence[str]) -> Any:
 
 
 def _json(text: str) -> Any:
-    """JSON; a bare word, as behind -cc.cudagraph_mode=, is a text."""
+    """Parse JSON; a bare word, as after -cc.cudagraph_mode=, is a string."""
     is_word = re.fullmatch(r"[A-Za-z_][\w.]*", text) and text not in ("null", "true", "false")
     return text if is_word else json.loads(text)
 
@@ -52,7 +53,7 @@ def _listed(text: str) -> list[str]:
 
 
 def boolean(flag: str, text: str) -> bool:
-    """Whether a flag is meant."""
+    """The truth value of what follows a flag."""
     if text.lower() not in (*_TRUE, *_FALSE):
-        raise ConfigError(f"{flag} is true or false, not {text!r}")
+        raise ConfigError(f"{flag} must be true or false, not {text!r}")
     return text.lower() in _TRUE

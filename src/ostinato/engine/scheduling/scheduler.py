@@ -213,7 +213,7 @@ class Scheduler:
     def add(self, request: Request, *, parked: bool = False) -> None:
         """Queue a request, or park it until `release`. Raises RequestError if it could never run."""
         if request.request_id in self._unfinished:
-            raise RequestError(f"request {request.request_id} is being served already: choose another id")
+            raise RequestError(f"request {request.request_id} is already being served: choose another id")
         self._admission.check_fits(request)
         self._unfinished[request.request_id] = request
         if request.adapter is not None:

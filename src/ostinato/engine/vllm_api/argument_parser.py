@@ -13,10 +13,10 @@ _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+)(?:=(.*))?", re.DOTALL)
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Names with underscores or dashes, and parts of a JSON option one by one: `-cc.cudagraph_mode=NONE`."""
+    """Accepts names with underscores or dashes, and JSON options key by key: `-cc.cudagraph_mode=NONE`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; `parse_args` comes here too."""
+        """Like argparse; `parse_args` calls this too."""
         words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(self._rewritten(words), namespace)
 
@@ -30,7 +30,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 return [*found, *_joined(parts), word, *rest]
             dotted = _DOTTED.fullmatch(word)
             if dotted and self._dashed(dotted[1]) in self._option_string_actions:
-                # One option may be written in two ways, whose parts belong together.
+                # An option may be written in two ways whose parts belong together.
                 flag = self._option_string_actions[self._dashed(dotted[1])].option_strings[0]
                 key, value = dotted[2], dotted[3]
                 if value is None:
@@ -46,7 +46,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return [*found, *_joined(parts)]
 
     def _dashed(self, flag: str) -> str:
-        """A flag as it is known; one with underscores may be known as such."""
+        """The flag as the parser knows it; some are known with underscores."""
         dashed = flag.replace("_", "-")
         return flag if flag in self._option_string_actions or not flag.startswith("--") else dashed
 

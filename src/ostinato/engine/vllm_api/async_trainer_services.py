@@ -1,4 +1,4 @@
-"""What trainers ask of an engine with coroutines: the same as `TrainerServices`."""
+"""A trainer's calls of an engine, as coroutines: the same as `TrainerServices`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _Found = TypeVar("_Found")
 
 
 class AsyncTrainerServices:
-    """Of an engine that a thread of its own steps."""
+    """For an engine that runs its steps in its own thread."""
 
     _llm: LLM
     _thread: EngineThread
 
     async def _operated(self, operation: Operation[_Found]) -> _Found:
-        """Run an operation: what waits for a trainer in a thread beside, the rest in the engine's."""
+        """Run an operation: its waits for a trainer in another thread, the rest in the engine's thread."""
         found: Any = None
         error: Exception | None = None
         while True:

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuations, found by asking for one token of each beam at a time.
+"""Beam search: finds the most likely continuations by generating one token of each beam at a time.
 
 The beams of all prompts go through the engine together; their common beginnings are in the prefix cache.
 """
@@ -18,21 +18,21 @@ Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
 
 @dataclass
 class BeamSearchSequence:
-    """A continuation that was found."""
+    """A continuation."""
 
     tokens: list[int]
-    """Of the prompt and behind it."""
+    """Of the prompt and the continuation."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """Of each token behind the prompt, those that stood beside it."""
+    """For each token after the prompt: its log probability and those of its alternatives."""
     cum_logprob: float = 0.0
-    """The logarithm of how likely it is."""
+    """Log probability of all tokens together."""
     text: str | None = None
-    """Of all tokens; None where the model has no tokenizer."""
+    """Text of all tokens; None if the model has no tokenizer."""
     finish_reason: str | None = None
-    """stop: it ended itself; length: it was cut."""
+    """stop: the beam ended by itself; length: it was cut."""
 
     def then(self, token: int, found: dict[int, Logprob]) -> BeamSearchSequence:
-        """The same with one more token."""
+        """This beam with one more token."""
         return BeamSearchSequence(
             [*self.tokens, token], [*self.logprobs, found], self.cum_logprob + found[token].logprob
         )
@@ -47,7 +47,7 @@ class BeamSearchOutput:
 
 @dataclass
 class _Search:
-    """One prompt's."""
+    """The search for one prompt."""
 
     prompt: dict[str, Any]
     beams: list[BeamSearchSequence]
@@ -65,19 +65,19 @@ class BeamSearch:
         max_logprobs: int,
         max_len: int,
     ) -> None:
-        """`generate` completes prompts, given as token ids, of less than `max_len` tokens, and tells so many
-        logprobs; -1: any number."""
+        """`generate` completes prompts of token ids, shorter than `max_len` tokens, and returns up to
+        `max_logprobs` logprobs per token; -1: any number."""
         if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"beam search takes BeamSearchParams, not {params!r}")
+            raise RequestError(f"beam_search takes BeamSearchParams, not {params!r}")
         if 0 <= max_logprobs < 2 * params.beam_width:
             raise RequestError(
                 f"beam_width is {params.beam_width}, which needs twice as many logprobs: at most "
                 f"{max_logprobs // 2} with max_logprobs={max_logprobs}"
             )
         if params.include_stop_str_in_output:
-            raise RequestError("beam search: include_stop_str_in_output is not supported, decode the tokens")
+            raise RequestError("beam_search: include_stop_str_in_output is not supported: decode the tokens")
         if params.structured_outputs is not None:
-            raise RequestError("beam search: structured_outputs are not supported, use generate")
+            raise RequestError("beam_search: structured_outputs are not supported: use generate")
         self._params = params
         self._generate = generate
         self._max_len = max_len
@@ -91,7 +91,7 @@ class BeamSearch:
         )
 
     def run(self, prompts: Sequence[dict[str, Any]], *, shown: Shown = False) -> list[BeamSearchOutput]:
-        """The best continuations of `TokensPrompt`s; `shown`: a bar over them."""
+        """The best continuations of `TokensPrompt`s; `shown`: show a progress bar."""
         searches = [
             _Search(prompt, [BeamSearchSequence(list(prompt["prompt_token_ids"]))]) for prompt in prompts
         ]
@@ -121,10 +121,10 @@ class BeamSearch:
     def _grown(
         self, beam: BeamSearchSequence, answer: RequestOutput, search: _Search
     ) -> list[BeamSearchSequence]:
-        """The beam with each of the likeliest tokens; those that end a text are put aside."""
+        """The beam with each of the most likely tokens; finished beams are put aside."""
         told = answer.outputs[0].logprobs
         if not told:
-            # Only the length of the model stops a beam; a prompt that cannot be served at all is an error.
+            # Only the model's length limit ends a beam; for a prompt that cannot be served at all, raise.
             if not beam.logprobs or len(beam.tokens) < self._max_len:
                 raise RequestError(answer.error or "the request was aborted")
             beam.finish_reason = "length"

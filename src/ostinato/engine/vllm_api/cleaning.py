@@ -8,9 +8,9 @@ import torch
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Give the memory of models that nobody holds any more back to the device.
+    """Return the memory of models that nothing references any more to the device.
 
-    There is no distributed environment to clean up; with `shutdown_ray` there is nothing to do either.
+    There is no distributed environment to clean up, so `shutdown_ray` has no effect.
     """
     gc.collect()
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Groups of options as objects, as vLLM's scripts make them: `LLM(profiler_config=ProfilerConfig(...))`.
+"""Groups of options as objects, as in vLLM's scripts: `LLM(profiler_config=ProfilerConfig(...))`.
 
-An object is only a mapping of what was given. What becomes of it is decided by the row of the option that it
-is given to (`peer_options`), exactly as for a dictionary.
+An object is only a mapping of the given options. The row of the option that it is passed to (`peer_options`)
+decides what they do, exactly as for a dictionary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class OptionGroup(Mapping[str, Any]):
-    """Options under one name; those not given are not there."""
+    """Options under one name; only those that were given."""
 
     def __init__(self, **options: Any) -> None:
         self._options = {
@@ -39,31 +39,31 @@ class OptionGroup(Mapping[str, Any]):
 
 
 class CompilationConfig(OptionGroup):
-    """Graphs; what is said about the compiler changes nothing."""
+    """Graph options; options for the compiler have no effect."""
 
 
 class StructuredOutputsConfig(OptionGroup):
-    """Who compiles grammars."""
+    """The backend that compiles grammars."""
 
 
 class ProfilerConfig(OptionGroup):
-    """Where `start_profile` leaves its traces."""
+    """Where `start_profile` writes its traces."""
 
 
 class PoolerConfig(OptionGroup):
-    """How a prompt becomes a vector."""
+    """How a prompt is turned into a vector."""
 
 
 class AttentionConfig(OptionGroup):
-    """Which kernels attend."""
+    """Which attention kernels to use."""
 
 
 class WeightTransferConfig(OptionGroup):
-    """How a trainer's weights come."""
+    """How a trainer's weights arrive."""
 
 
 class CUDAGraphMode(Enum):
-    """vLLM's names of modes."""
+    """vLLM's names of graph modes."""
 
     NONE = "none"
     PIECEWISE = "piecewise"
@@ -73,7 +73,7 @@ class CUDAGraphMode(Enum):
 
 
 class CompilationMode(IntEnum):
-    """How much torch.compile does with vLLM; here it does nothing."""
+    """How much torch.compile does in vLLM; no effect here."""
 
     NONE = 0
     STOCK_TORCH_COMPILE = 1

@@ -1,4 +1,4 @@
-"""Conversations of `LLM.chat` as prompts: the options that say how a chat template writes them."""
+"""Turns conversations of `LLM.chat` into prompts: the options for how a chat template writes them."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ class ChatOptions:
         if self.chat_template_content_format not in _FORMATS:
             known = ", ".join(_FORMATS)
             given = self.chat_template_content_format
-            raise RequestError(f"chat_template_content_format can be {known}, not {given!r}")
+            raise RequestError(f"chat_template_content_format must be one of {known}, not {given!r}")
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message goes with add_generation_prompt=False, or another message begins"
+                "continue_final_message needs add_generation_prompt=False: otherwise another message begins"
             )
         if self.tools is not None and not (
             isinstance(self.tools, list | tuple) and all(isinstance(tool, Mapping) for tool in self.tools)
         ):
-            raise RequestError(f"tools are a list of objects, not {self.tools!r}"[:200])
+            raise RequestError(f"tools must be a list of objects, not {self.tools!r}"[:200])
         if clashing := sorted(_RESERVED & set(self.chat_template_kwargs or ())):
             raise RequestError(f"chat_template_kwargs must not contain {clashing[0]}: it has its own keyword")
 
     def prepared(self, engine: TextEngine) -> ConversationWriter:
-        """Ready to write; what cannot work with any conversation is refused now."""
+        """A writer with these options. Raises RequestError for options that cannot work with any
+        conversation."""
         tokenizer = engine.tokenizer
         variables = dict(self.chat_template_kwargs or {})
         if tokenizer is None:
@@ -61,13 +62,13 @@ class ChatOptions:
         except TokenizerError as error:
             raise RequestError(str(error)) from error
         for name in unused:
-            logger.warning("chat_template_kwargs: the chat template does not look at %s", name)
+            logger.warning("chat_template_kwargs: the chat template does not use %s", name)
         return ConversationWriter(engine, self, template, variables)
 
 
 @dataclass(frozen=True)
 class ConversationWriter:
-    """Writes conversations, one like the other."""
+    """Writes conversations, all with the same options."""
 
     _engine: TextEngine
     _options: ChatOptions
@@ -75,7 +76,7 @@ class ConversationWriter:
     _variables: Mapping[str, Any]
 
     def prompt(self, messages: Messages) -> dict[str, Any]:
-        """The text and the token ids; RequestError if the template refuses the messages."""
+        """The text and the token ids. Raises RequestError if the template refuses the messages."""
         options = self._options
         return self._engine.prompts.chat(
             [self._message(message) for message in messages],
@@ -87,7 +88,7 @@ class ConversationWriter:
         )
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Templates are written for texts: parts are joined, unless the format says otherwise."""
+        """Templates expect contents to be texts: parts are joined, unless the format says otherwise."""
         try:
             read = with_arguments_read(message)
         except TokenizerError as error:
@@ -98,17 +99,20 @@ class ConversationWriter:
         for part in content:
             if not isinstance(part, Mapping) or part.get("type", "text") != "text" or "text" not in part:
                 kind = part.get("type") if isinstance(part, Mapping) else part
-                raise RequestError(f"a part of type {kind!r} cannot be read here, only text")
+                raise RequestError(f"a part of type {kind!r} is not supported, only text")
         if self._options.chat_template_content_format == "openai":
             return read
         return read | {"content": joined_parts(part["text"] for part in content)}
 
 
 def listed_conversations(messages: Any) -> tuple[list[Messages], bool]:
-    """The conversations as a list, and whether one was given alone; RequestError for what is none."""
+    """The conversations as a list, and whether there was a single one. Raises RequestError for other
+    types."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     if not is_list:
-        raise RequestError(f"messages are a list of objects with role and content, not {messages!r}"[:200])
+        raise RequestError(
+            f"messages must be a list of objects with role and content, not {messages!r}"[:200]
+        )
     single = not messages or isinstance(messages[0], Mapping)
     conversations: list[Any] = [messages] if single else list(messages)
     for at, conversation in enumerate(conversations):
@@ -120,6 +124,6 @@ def listed_conversations(messages: Any) -> tuple[list[Messages], bool]:
         for message in conversation:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise RequestError(
-                    f"{where}: a message is an object with role and content, not {message!r}"[:200]
+                    f"{where}: a message must be an object with role and content, not {message!r}"[:200]
                 )
     return conversations, single

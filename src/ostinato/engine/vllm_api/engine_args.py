@@ -1,6 +1,6 @@
 """`EngineArgs` and `AsyncEngineArgs`: options of an engine as one object and as flags, under vLLM's names.
 
-The fields come from the table of `peer_options`; options of ours that vLLM has under no name are fields too.
+The fields come from the table of `peer_options`; options of ours that vLLM does not have are fields too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _rows() -> dict[str, PeerOption]:
 
 
 def _default(row: PeerOption, rows: dict[str, PeerOption]) -> Any:
-    """What an option is where nobody gives it; None where only giving it means something."""
+    """The value of an option that is not given; None if only giving it has a meaning."""
     if row.effect is Effect.REFUSED:
         return False if row.kind == "flag" else None
     if row.effect is Effect.HARMLESS:
@@ -60,11 +60,11 @@ _ROWS = _rows()
 
 
 class _EngineArgs:
-    """What an `EngineArgs` can do."""
+    """The methods of `EngineArgs`."""
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Give a parser a flag for each field."""
+        """Add a flag for each field to a parser."""
         group = parser.add_argument_group("engine options")
         for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
             _add_flag(group, _ROWS[entry.name], entry.default)
@@ -72,7 +72,7 @@ class _EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """From what a parser found; it may have found other things as well."""
+        """From a parser's result, which may contain other things too."""
         names = [entry.name for entry in dataclasses.fields(cls)]  # type: ignore[arg-type]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
@@ -81,8 +81,8 @@ class _EngineArgs:
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def create_engine_config(self, usage_context: object = None) -> EngineConfig:
-        """What an engine would run with, checked; ConfigError for what cannot be had. Nobody counts usage, so
-        its context says nothing."""
+        """The checked configuration of an engine. Raises ConfigError for unsupported options. Usage is not
+        tracked, so its context is unused."""
         given = self.keywords()
         return engine_config(given.pop("model"), given)
 
@@ -101,7 +101,7 @@ def _add_flag(group: Any, row: PeerOption, default: Any) -> None:
 
 
 class _Joined(argparse.Action):
-    """One list of what stands behind a flag, be it with blanks or with commas."""
+    """Collects what follows a flag into one list, separated by spaces or commas."""
 
     def __call__(
         self,

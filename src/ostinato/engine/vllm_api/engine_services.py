@@ -1,4 +1,4 @@
-"""What can be asked of an engine beside completions: its tokenizer, its metrics, a profile, a clean cache."""
+"""What an engine offers besides completions: its tokenizer, metrics, a profile, a cache reset."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from .pooling import Reader
 
 
 class EngineServices:
-    """Of an engine that somebody else may drive as well."""
+    """For an engine that others may drive as well."""
 
     _options: LLMOptions
 
     @property
     def engine(self) -> TextEngine:
-        """The engine inside."""
+        """The underlying engine."""
         raise NotImplementedError
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer; None where it has none."""
+        """The model's tokenizer; None if it has none."""
         return self.engine.tokenizer
 
     def get_tokenizer(self) -> HFLikeTokenizer:
         """The tokenizer with the calls of transformers' tokenizers."""
         if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer")
+            raise RequestError("this model has no tokenizer: work with token ids")
         loaded = self.engine.core.loaded
         return HFLikeTokenizer(self.tokenizer, str(loaded.tokenizer_directory), loaded.config.max_model_len)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without parameters are sampled with: see `EngineConfig.generation_config`."""
+        """The defaults of requests without parameters: see `EngineConfig.generation_config`."""
         return SamplingParams(**self.engine.core.loaded.default_sampling)
 
     @property
     def model_config(self) -> ModelView:
-        """What the model is, under vLLM's names."""
+        """Facts about the model, under vLLM's names."""
         return ModelView(self.engine)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes. Requests under way keep what they have, unless
-        `reset_running_requests`: then they are computed again. `reset_connector` is about KV caches
-        elsewhere: there are none to be forgotten. Always True."""
+        """Forget all cached prefixes. Unfinished requests keep their KV, unless `reset_running_requests`:
+        then they are computed again. `reset_connector` is about external KV caches, of which there are none.
+        Always returns True."""
         with self.engine.turn:
             self.engine.core.scheduler.flush_prefix_cache(computes_again=reset_running_requests)
         return True
 
     def reset_mm_cache(self) -> None:
-        """Of images and sounds: nothing is cached."""
+        """For images and sounds: nothing is cached."""
 
     def reset_encoder_cache(self) -> None:
         """The same."""
@@ -71,9 +71,9 @@ class EngineServices:
     ) -> None:
         """Take no further step until `resume_generation`.
 
-        `mode`: requests under way end now (abort), are served to the end before (wait, or
-        `wait_for_inflight_requests`), or go on after (keep). `clear_cache` forgets cached prefixes, and
-        requests that go on are computed again; else they keep their KV.
+        `mode`: unfinished requests end now (abort), are served to the end first (wait, or
+        `wait_for_inflight_requests`), or continue afterwards (keep). `clear_cache` forgets cached prefixes,
+        and requests that continue are then computed again; otherwise they keep their KV.
         """
         chosen = "wait" if wait_for_inflight_requests else mode
         self.engine.pause(chosen, clear_cache, lambda outputs: None)
@@ -84,39 +84,41 @@ class EngineServices:
             self.engine.core.resume()
 
     def is_paused(self) -> bool:
-        """Whether a pause is in force, or the engine sleeps."""
+        """Whether the engine is paused or sleeps."""
         return self.engine.core.is_paused
 
     def get_metrics(self) -> list[Metric]:
-        """What the engine counted so far, under vLLM's names."""
+        """What the engine has counted so far, under vLLM's names."""
         return metrics_of(self.engine, self._options.served_model_name)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Begin a profile of torch; `stop_profile` leaves its trace in a folder (see `LLMOptions`)."""
+        """Begin a torch profile; `stop_profile` writes its trace to a folder (see `LLMOptions`)."""
         options = self._options
         file = options.trace_file(profile_prefix)
         with self.engine.turn:
             self.engine.profiler.start(file, delay=options.profile_delay, most=options.profile_steps)
 
     def stop_profile(self) -> str:
-        """End the profile; the file that has it."""
+        """End the profile and return its file."""
         with self.engine.turn:
             return self.engine.profiler.stop()
 
     def reader(
         self, shown: Shown = False, pooling: str | None = None, lora_request: AskedAdapters = None
     ) -> Reader:
-        """What reads prompts for `embed` and its like; `shown`: a bar over them."""
+        """Reads prompts for `embed` and similar calls; `shown`: show a progress bar."""
         chosen = pooling or self._options.pooling or self.engine.core.loaded.pooling
         return Reader(self.engine, chosen, shown, lora_request)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter now, in place of the one before with `load_inplace`. False if it was there."""
+        """Load an adapter now, with `load_inplace` in place of its predecessor. False if it was already
+        loaded."""
         with self.engine.turn:
             return self.engine.adapters.load(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; False if there is none of this number, RequestError while requests use it."""
+        """Forget an adapter. False if no adapter has this number; raises RequestError while requests use
+        it."""
         with self.engine.turn:
             name = self.engine.adapters.name_of(lora_id)
             if name is not None:
@@ -124,7 +126,7 @@ class EngineServices:
             return name is not None
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Let an adapter keep its slot on the device when nobody uses it; False if there is none."""
+        """Let an adapter keep its slot on the device while unused. False if no adapter has this number."""
         with self.engine.turn:
             name = self.engine.adapters.name_of(lora_id)
             if name is not None:
@@ -132,24 +134,24 @@ class EngineServices:
             return name is not None
 
     def list_loras(self) -> set[int]:
-        """The numbers of all adapters that are loaded."""
+        """The numbers of all loaded adapters."""
         with self.engine.turn:
             return {each.lora_int_id for each in self.engine.adapters.listed()}
 
 
 class OwnEngine(EngineServices):
-    """An engine that nobody else drives."""
+    """An engine of its own, driven by nothing else."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        """As `LLM`."""
+        """Takes the arguments of `LLM`."""
         config, self._options = llm_options(model, options)
         if config.worker_extension_cls is not None:
-            raise ConfigError("worker_extension_cls is for LLM and AsyncLLM: nobody could call it here")
+            raise ConfigError("worker_extension_cls works only with LLM and AsyncLLM: leave it out")
         self._engine = TextEngine(config)
 
     @property
     def engine(self) -> TextEngine:
-        """The engine inside."""
+        """The underlying engine."""
         return self._engine
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine runs with, under the names of vLLM's configuration objects. To be read only."""
+"""What an engine runs with, under the names of vLLM's configuration objects; read-only."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class ModelView:
         return SimpleNamespace(**{**raw, **(self._loaded.config.config.hf_overrides or {})})
 
     def get_vocab_size(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
         return self._loaded.model.config.vocab_size
 
     def get_hidden_size(self) -> int:
-        """How many numbers a state has."""
+        """Size of a hidden state."""
         return self._loaded.model.config.hidden_size
 
     def get_head_size(self) -> int:
-        """How many of them a head has."""
+        """Size of an attention head."""
         return self._loaded.model.config.head_dim
 
 
@@ -76,4 +76,4 @@ class VllmConfigView:
         )
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"vllm_config has no {name} here; there are {', '.join(vars(self))}")
+        raise AttributeError(f"vllm_config has no {name} here, only {', '.join(vars(self))}")

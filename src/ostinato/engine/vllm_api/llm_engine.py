@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests in, one step at a time, for whoever wants to drive the engine himself."""
+"""`LLMEngine`: requests in, one step at a time, for callers that drive the engine themselves."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 @dataclass
 class _Watched:
-    """A request and how much of it was told."""
+    """A request, and how much of it was returned."""
 
     output: RequestOutput
     stream: OutputStream
     num_told: int = -1
-    """Tokens of all completions."""
+    """Number of returned tokens of all completions."""
 
     def news(self) -> RequestOutput | None:
         count = sum(len(completion.token_ids) for completion in self.output.outputs)
@@ -43,14 +43,15 @@ class _Watched:
 
 
 class LLMEngine:
-    """The engine of an `LLM`, step by step. `LLM.generate` may be called in between; each gets its own."""
+    """The engine of an `LLM`, step by step. `LLM.generate` may be called in between; each gets its own
+    outputs."""
 
     def __init__(self, services: EngineServices) -> None:
-        """Of an `LLM`, for one; `from_engine_args` makes an engine of its own."""
+        """Takes an `LLM`, for example; `from_engine_args` makes its own engine."""
         self._services = services
         self._watched: dict[str, _Watched] = {}
         self._read: dict[str, tuple[ServedCompletion, PoolingParams]] = {}
-        """Prompts that are only read."""
+        """Prompts that are only read, not completed."""
 
     @classmethod
     def from_engine_args(
@@ -60,8 +61,8 @@ class LLMEngine:
         stat_loggers: None = None,
         enable_multiprocessing: bool = False,
     ) -> LLMEngine:
-        """A model of its own, from these options, in this process. Nobody counts usage, so its context says
-        nothing."""
+        """Load a model with these options, in this process. Usage is not tracked, so its context is
+        unused."""
         refuse_given(stat_loggers=stat_loggers, enable_multiprocessing=enable_multiprocessing)
         return cls(OwnEngine(**engine_args.keywords()))
 
@@ -76,15 +77,15 @@ class LLMEngine:
         trace_headers: None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request; RequestError if it cannot be served. The order of service is that of these calls;
-        `arrival_time` is for `metrics`."""
+        """Queue a request. Raises RequestError if it cannot be served. Requests are served in the order of
+        these calls; `arrival_time` is used for `metrics` only."""
         refuse_given(
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
             priority=priority,
         )
         if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a text, not {request_id!r}")
+            raise TypeError(f"request_id must be a string, not {request_id!r}")
         engine = self._services.engine
         if isinstance(params, PoolingParams):
             wanted = params if params.task else replace(params, task="embed")
@@ -104,7 +105,7 @@ class LLMEngine:
         return output.request_id
 
     def step(self) -> list[AnyOutput]:
-        """Run one step; what is new of the requests that were added here, finished ones for the last time."""
+        """Run one step; return what is new of the requests added here, finished ones for the last time."""
         engine = self._services.engine
         if engine.has_work:
             with HeldSignals():
@@ -122,7 +123,7 @@ class LLMEngine:
         return told
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests now; nothing more is told of them. Unknown ones are none of our business."""
+        """End requests now; nothing more of them is returned. Unknown ones are ignored."""
         for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if name in self._watched or name in self._read:
                 with HeldSignals():
@@ -131,18 +132,18 @@ class LLMEngine:
                     self._read.pop(name, None)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step would tell something, now or later."""
+        """Whether a step would return something, now or later."""
         return bool(self._watched or self._read)
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests are under way."""
+        """Number of unfinished requests."""
         return len(self._watched) + len(self._read)
 
-    # -- the same as LLM has it --------------------------------------------------------------------
+    # -- the same as in LLM ------------------------------------------------------------------------
 
     @property
     def model_config(self) -> ModelView:
-        """What the model is."""
+        """Facts about the model."""
         return ModelView(self._services.engine)
 
     @property
@@ -152,14 +153,16 @@ class LLMEngine:
 
     @property
     def model_executor(self) -> ModelExecutor:
-        """Who has the worker: in vLLM's place, trainers in this process write weights through it."""
+        """Holds the worker: trainers in this process write weights through it, as with vLLM."""
         if not isinstance(self._services, TrainerServices):
-            raise AttributeError("model_executor is for the engine of an LLM: nobody trains this one")
+            raise AttributeError(
+                "model_executor exists only for the engine of an LLM: use LLM(...).llm_engine"
+            )
         return ModelExecutor(self._services.worker)
 
     @property
     def tokenizer(self) -> Any:
-        """As `get_tokenizer`; None where the model has none."""
+        """As `get_tokenizer`; None if the model has none."""
         return None if self._services.tokenizer is None else self._services.get_tokenizer()
 
     def get_tokenizer(self) -> Any:
@@ -203,13 +206,13 @@ class LLMEngine:
         self._services.stop_profile()
 
     def close(self) -> None:
-        """Free what `from_engine_args` made."""
+        """Free what `from_engine_args` created."""
         if isinstance(self._services, OwnEngine):
             self._services.close()
 
 
 def refuse_given(**given: Any) -> None:
-    """RequestError for keywords of vLLM's that ask for what does not exist here."""
+    """Raises RequestError for vLLM's keywords that request something that does not exist here."""
     reasons = {
         "tokenization_kwargs": "tokenize the prompt yourself: {'prompt_token_ids': [...]}",
         "mm_processor_kwargs": "models here take text only",

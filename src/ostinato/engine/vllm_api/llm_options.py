@@ -1,4 +1,4 @@
-"""Keywords of `LLM`: ours or those of vLLM and SGLang, sorted into the engine's and `LLM`'s own."""
+"""Keywords of `LLM`, in Ostinato's, vLLM's or SGLang's names, sorted into the engine's and `LLM`'s own."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..peer_options.translation import translated
 
 @dataclass(frozen=True)
 class LLMOptions:
-    """What can be set about an `LLM` that is not about its engine."""
+    """Options of an `LLM` that do not concern its engine."""
 
     chat_template: str | None = None
     """A file with a chat template, or the template itself, for `chat`; default: the model's own."""
     served_model_name: str | None = None
     """The model's name in `get_metrics`; default: the name of its directory."""
     pooling: str | None = None
-    """Where `embed` takes the state of a prompt from: its last token, or the mean of all. Default: as
-    sentence-transformers saved it beside the model, else the last."""
+    """Which state `embed` takes for a prompt: that of its last token, or the mean of all. Default: as
+    sentence-transformers saved it with the model, otherwise the last."""
     profile_dir: str | None = None
-    """Where `start_profile` leaves its traces; default: VLLM_TORCH_PROFILER_DIR, else profiles."""
+    """Folder for the traces of `start_profile`; default: VLLM_TORCH_PROFILER_DIR, otherwise profiles."""
     profile_delay: int = 0
-    """Steps behind `start_profile` that are not recorded."""
+    """Number of steps after `start_profile` that are not recorded."""
     profile_steps: int = 0
-    """Steps to be recorded; 0: all until `stop_profile`."""
+    """Number of recorded steps; 0: all until `stop_profile`."""
 
     def __post_init__(self) -> None:
         if self.pooling is not None and self.pooling not in POOLINGS:
@@ -48,11 +48,11 @@ class LLMOptions:
         for name in ("chat_template", "served_model_name", "profile_dir"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | Path):
-                raise ConfigError(f"{name} must be a text, not {value!r}")
+                raise ConfigError(f"{name} must be a string, not {value!r}")
 
     @property
     def template(self) -> str | None:
-        """The source of `chat_template`; ConfigError if there is none."""
+        """The source of `chat_template`. Raises ConfigError if there is none."""
         if self.chat_template is None:
             return None
         try:
@@ -61,7 +61,7 @@ class LLMOptions:
             raise ConfigError(f"chat_template: {error}") from error
 
     def trace_file(self, prefix: str | None) -> str:
-        """Where the next profile goes."""
+        """The file of the next profile."""
         folder = self.profile_dir or os.environ.get("VLLM_TORCH_PROFILER_DIR") or "profiles"
         name = f"{prefix}-" if prefix else ""
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}"
@@ -69,17 +69,17 @@ class LLMOptions:
 
 
 def llm_options(model: str | Path | None, options: Mapping[str, Any]) -> tuple[EngineConfig, LLMOptions]:
-    """Both configurations from keywords; ConfigError for one that does not exist or cannot be had."""
+    """Both configurations from keywords. Raises ConfigError for unknown and unsupported ones."""
     given = options if model is None else {"model": model, **options}
     ours = translated({name: _as_written(value) for name, value in given.items()})
-    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":  # with vLLM that is where it is asked for
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":  # vLLM's way to request it
         ours.setdefault("batch_invariant", True)
     own = {entry.name for entry in dataclasses.fields(LLMOptions)}
     names = [entry.name for entry in dataclasses.fields(EngineConfig)]
     for name in ours:
         if name not in names and name not in own:
             near = difflib.get_close_matches(name, [*names, *own], n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
             raise ConfigError(f"unknown option {name!r}: {advice}")
     lists = {name: tuple(value) for name, value in ours.items() if isinstance(value, list)}
     for_engine = {name: value for name, value in {**ours, **lists}.items() if name in names}
@@ -94,5 +94,5 @@ def _as_written(value: Any) -> Any:
 
 
 def engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The engine's part of them alone."""
+    """Only the engine's part of them."""
     return llm_options(model, options)[0]

@@ -1,6 +1,6 @@
-"""`LLM.get_metrics`: what the engine counted, as objects with vLLM's names.
+"""`LLM.get_metrics`: what the engine has counted, as objects with vLLM's names.
 
-The names are vLLM's whatever the server's `--metrics-prefix` is: scripts that call this look for them.
+The names are vLLM's even if the server has another `--metrics-prefix`: scripts look for these names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PREFIX = "vllm:"
 
 @dataclass
 class Metric:
-    """Something that is counted or measured."""
+    """A counted or measured quantity."""
 
     name: str
     labels: dict[str, str] = field(default_factory=dict)
@@ -23,28 +23,28 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A number that only grows."""
+    """A number that only increases."""
 
     value: int = 0
 
 
 @dataclass
 class Vector(Metric):
-    """Numbers that only grow, in an order: drafts accepted at each position."""
+    """A list of numbers that only increase: drafts accepted at each position."""
 
     values: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Gauge(Metric):
-    """A number as it is now."""
+    """A current value."""
 
     value: float = 0.0
 
 
 @dataclass
 class Histogram(Metric):
-    """How often values up to a bound were seen; `+Inf` is all of them."""
+    """How many values up to each bound were seen; `+Inf` counts all."""
 
     count: int = 0
     sum: float = 0.0
@@ -52,7 +52,7 @@ class Histogram(Metric):
 
 
 def metrics_of(engine: TextEngine, model_name: str | None = None) -> list[Metric]:
-    """All there are, as they are now."""
+    """The current values of all metrics."""
     found = [*_gauges(engine), *_counters(engine), *_drafts(engine), *_histograms(engine)]
     labels = {"model_name": model_name or engine.core.loaded.directory.name, "engine": "0"}
     for metric in found:
@@ -97,7 +97,7 @@ def _counters(engine: TextEngine) -> list[Metric]:
 
 
 def _drafts(engine: TextEngine) -> list[Metric]:
-    """Where tokens are drafted."""
+    """Metrics of speculation, if tokens are drafted."""
     speculation = engine.core.runner.speculation
     if speculation is None:
         return []

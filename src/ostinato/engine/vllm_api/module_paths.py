@@ -1,9 +1,9 @@
 """vLLM's module paths under our name: `from ostinato.sampling_params import SamplingParams` and the like.
 
-A script that is moved here by changing `vllm` to `ostinato` imports its names from where vLLM keeps them. No
-such files exist: the table says which names each path shows and where they live, and a finder makes the
-modules when somebody imports them. A real module always goes before the table. `ostinato.compat.vllm` shows
-the same paths under vLLM's own name.
+A script that is ported by changing `vllm` to `ostinato` imports its names from vLLM's paths. No such files
+exist: the table says which names each path has and where they are defined, and a finder creates the modules
+when they are imported. A real module takes precedence over the table. `ostinato.compat.vllm` offers the same
+paths under vLLM's own name.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ PATHS: dict[str, tuple[str, ...]] = {
     "v1.sample.logits_processor.builtin": (_PROCESSORS,),
     "v1.sample.logits_processor.interface": (_PROCESSORS,),
 }
-"""Behind `ostinato.`: each line names a module of ours and what it shows of it; `ours=theirs` renames."""
+"""By path after `ostinato.`: each line names a module of ours and its names there; `ours=theirs` renames."""
 
 
 def names_of(path: str) -> dict[str, tuple[str, str]]:
-    """What a path shows: by name, our module and the name there. Nothing, of a mere folder."""
+    """The names of a path, each with our module and the name there; empty for a mere folder."""
     found = {}
     for line in PATHS.get(path, ()):
         home, *names = line.split()
@@ -105,10 +105,10 @@ def names_of(path: str) -> dict[str, tuple[str, str]]:
 
 
 class PathFinder(MetaPathFinder, Loader):
-    """Makes the modules of the table, under a package's name."""
+    """Creates the modules of the table, under a package's name."""
 
     def __init__(self, package: str, home: str) -> None:
-        """`home`: the package in which what they show is found."""
+        """`home`: the package in which their names are defined."""
         self.package, self._home = package, home
 
     def find_spec(
@@ -121,14 +121,14 @@ class PathFinder(MetaPathFinder, Loader):
         return ModuleSpec(name, self, origin="vLLM's module paths", is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """As usual."""
+        """Use the default module."""
         return
 
     def exec_module(self, module: ModuleType) -> None:
         shown = names_of(module.__name__.removeprefix(f"{self.package}."))
 
         def get(name: str) -> Any:
-            """Imported when first asked for: torch takes seconds to load."""
+            """Imported on first access: torch takes seconds to load."""
             if name not in shown:
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             module.__dict__[name] = found = self.lookup(*shown[name])
@@ -138,12 +138,12 @@ class PathFinder(MetaPathFinder, Loader):
         module.__dict__.update(__getattr__=get, __all__=sorted(shown), __dir__=lambda: sorted(shown))
 
     def lookup(self, home: str, name: str) -> Any:
-        """What a module of ours has under a name."""
+        """Look up a name in a module of ours."""
         return getattr(importlib.import_module(f"{self._home}.{home}"), name)
 
 
 def install(package: str) -> None:
-    """From now on `package` has the modules of the table, where it has no file of that name."""
+    """From now on `package` has the modules of the table, except where it has a file of that name."""
     finders = [finder for finder in sys.meta_path if isinstance(finder, PathFinder)]
     if package not in [finder.package for finder in finders]:
         sys.meta_path.append(PathFinder(package, package))

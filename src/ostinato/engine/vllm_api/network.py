@@ -1,4 +1,4 @@
-"""Addresses for processes that meet, as vLLM's trainers ask for them."""
+"""Addresses through which processes meet, as vLLM's trainers call them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import socket
 
 
 def get_ip() -> str:
-    """This machine as others reach it: VLLM_HOST_IP, else the address it would call the world from."""
+    """This machine's address for others: VLLM_HOST_IP, otherwise the one it would use to reach the
+    internet."""
     if given := os.environ.get("VLLM_HOST_IP"):
         return given
     for family, anybody in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        # Nothing is sent: to connect a datagram socket only chooses a way.
+        # Nothing is sent: connecting a datagram socket only chooses a route.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((anybody, 80))
@@ -23,7 +24,7 @@ def get_ip() -> str:
 
 
 def get_open_port() -> int:
-    """A port that is free now; VLLM_PORT, or the next free one behind it, where that is set."""
+    """A port that is free now: VLLM_PORT or the next free one after it, if it is set."""
     wanted = int(os.environ.get("VLLM_PORT", "0"))
     while True:
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""Prompts that are read and not completed: `LLM.embed`, `encode`, `classify`, `score`, `reward`."""
+"""Prompts that are only read, not completed: `LLM.embed`, `encode`, `classify`, `score`, `reward`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .prompt_outcomes import PromptOutcome, outcome_of, states_of
 from .prompts import listed_prompts
 
 TASKS = ("embed", "classify")
-"""What `encode` does."""
+"""Tasks of `encode`."""
 _WITHOUT = {
     "token_embed": "states of single tokens are not kept: use embed",
-    "token_classify": "there are no models here that judge single tokens: use classify",
+    "token_classify": "no model scores single tokens here: use classify",
     "score": "use score()",
-    "reward": "a model that judges whole texts gives its reward as classify",
-    "plugin": "there are no plugins",
+    "reward": "a model that scores whole texts returns its reward with classify",
+    "plugin": "plugins do not exist here: use embed or classify",
 }
 
 
@@ -48,7 +48,7 @@ class Reader:
     def __init__(
         self, engine: TextEngine, pooling: str, shown: Shown, lora_request: AskedAdapters = None
     ) -> None:
-        """`pooling`: where the state of a prompt comes from, last or mean. `shown`: a bar over prompts."""
+        """`pooling`: which state represents a prompt, last or mean. `shown`: show a progress bar."""
         check_pooling(pooling)
         self._engine = engine
         self._pooling = pooling
@@ -56,7 +56,7 @@ class Reader:
         self._lora_request = lora_request
 
     def embed(self, prompts: Any, params: Any) -> list[EmbeddingRequestOutput]:
-        """Vectors."""
+        """Embed the prompts as vectors."""
         listed, alone, wanted = self._asked(prompts, params, "embed")
         outcomes = self._states(listed, alone)
         outputs = [
@@ -66,7 +66,7 @@ class Reader:
         return _raised(outputs, alone)
 
     def classify(self, prompts: Any, params: Any) -> list[ClassificationRequestOutput]:
-        """How likely each class is."""
+        """Class probabilities of the prompts."""
         listed, alone, wanted = self._asked(prompts, params, "classify")
         outcomes = self._states(listed, alone)
         outputs = [
@@ -78,7 +78,7 @@ class Reader:
     def encode(
         self, prompts: Any, params: Any, task: str | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The same as tensors, by the name of what is wanted."""
+        """The results of the requested task, as tensors."""
         listed, alone, wanted = self._asked(prompts, params, task)
         outcomes = self._states(listed, alone)
         outputs = [
@@ -88,18 +88,23 @@ class Reader:
         return _raised(outputs, alone)
 
     def score(self, first: Any, second: Any, params: Any, template: str | None) -> list[ScoringRequestOutput]:
-        """How well texts go together: by the model's head where it has one, else by the cosine of vectors."""
+        """How well texts match: by the model's head if it has one, otherwise by the cosine of their
+        vectors."""
         ones, others = _texts(first, "the first texts"), _texts(second, "the second texts")
         if len(ones) not in (1, len(others)):
-            raise RequestError(f"{len(ones)} texts cannot be paired with {len(others)}")
+            raise RequestError(
+                f"{len(ones)} texts cannot be paired with {len(others)}: give one text, or equally many"
+            )
         ones = ones * len(others) if len(ones) == 1 else ones
         wanted = params if params is not None else PoolingParams()
         if not isinstance(wanted, PoolingParams):
-            raise RequestError(f"pooling_params are PoolingParams, not {wanted!r}")
+            raise RequestError(f"pooling_params must be PoolingParams, not {wanted!r}")
         if self._engine.core.loaded.model.config.num_labels:
             return self._judged(ones, others, wanted, template)
         if template is not None:
-            raise RequestError(f"chat_template: {self._architecture} embeds both texts apart, without one")
+            raise RequestError(
+                f"chat_template: {self._architecture} embeds both texts separately, so it cannot be used"
+            )
         self._check_dimensions(wanted)
         return self._cosines(ones, others, wanted.dimensions)
 
@@ -108,7 +113,7 @@ class Reader:
     ) -> list[ScoringRequestOutput]:
         if self._engine.core.loaded.model.config.num_labels != 1:
             raise RequestError(
-                f"score needs a model with one label, and {self._architecture} of this checkpoint has "
+                f"score needs a model with one label, but {self._architecture} of this checkpoint has "
                 f"{self._engine.core.loaded.model.config.num_labels}: use classify"
             )
         prompts = [self._pair(one, other, template) for one, other in zip(ones, others, strict=True)]
@@ -141,11 +146,11 @@ class Reader:
         return outputs
 
     def _pair(self, one: str, other: str, template: str | None) -> dict[str, Any]:
-        """Two texts as a model that judges pairs was trained on them: by a template, or one behind the other
-        as its tokenizer joins them."""
+        """A pair of texts, as models that score pairs were trained on it: by a template, or joined by the
+        model's tokenizer."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
-            raise RequestError("this model has no tokenizer, and score is about texts")
+            raise RequestError("score needs texts, but this model has no tokenizer: use embed with token ids")
         if template is None:
             check_text(one + other)
             return {"prompt_token_ids": tokenizer.encode_pair(one, other)}
@@ -155,12 +160,12 @@ class Reader:
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def check(self, params: PoolingParams) -> None:
-        """RequestError if this cannot be had of the model."""
+        """Raises RequestError if the model does not support this."""
         self._check_task(params.task)
         self._check_dimensions(params)
 
     def pooled(self, served: ServedCompletion, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
-        """What came of a prompt that was added by itself."""
+        """The result of a prompt that was added on its own."""
         outcome = outcome_of(self._engine, served)
         [data] = self._data([outcome], [params])
         return PoolingRequestOutput(*_facts(outcome), PoolingOutput(data), outcome.error)
@@ -173,7 +178,7 @@ class Reader:
     def _states(
         self, prompts: list[Any], alone: bool = False, *, adapters: AskedAdapters = None
     ) -> list[PromptOutcome]:
-        """`adapters`: of these prompts, where they are not those of the call."""
+        """`adapters`: of these prompts, if not those of the call."""
         shown = self._shown if self._shown is not None or not alone else False
         with HeldSignals() as signals:
             asked = one_adapter_each(adapters or self._lora_request, len(prompts))
@@ -190,10 +195,10 @@ class Reader:
             raise RequestError(f"{len(wanted)} pooling parameters were given for {len(listed)} prompts")
         for each in wanted:
             if not isinstance(each, PoolingParams):
-                raise RequestError(f"pooling_params are PoolingParams, not {each!r}")
+                raise RequestError(f"pooling_params must be PoolingParams, not {each!r}")
         chosen = [replace(each, task=task or each.task) for each in wanted]
         if len({each.task for each in chosen}) > 1:
-            raise RequestError("encode does one pooling task for all prompts of a call")
+            raise RequestError("all prompts of one encode call must have the same pooling task")
         for each in chosen or [PoolingParams(task=task)]:
             self.check(each)
         return listed, alone, chosen
@@ -202,18 +207,20 @@ class Reader:
         if task is None:
             raise RequestError(f"encode needs pooling_task: {' or '.join(TASKS)}")
         if task not in TASKS:
-            advice = _WITHOUT.get(task, f"there are {', '.join(TASKS)}")
+            advice = _WITHOUT.get(task, f"use {' or '.join(TASKS)}")
             raise RequestError(f"pooling_task {task!r} is not supported: {advice}")
         if task == "classify" and not self._engine.core.loaded.model.config.num_labels:
             raise RequestError(
-                f"{self._architecture} has no classification head, a ...ForSequenceClassification has: "
+                f"{self._architecture} has no classification head (a ...ForSequenceClassification has one): "
                 "use embed or generate"
             )
 
     def _check_dimensions(self, params: PoolingParams) -> None:
         size = self._engine.core.loaded.model.config.hidden_size
         if params.dimensions is not None and params.dimensions > size:
-            raise RequestError(f"dimensions is {params.dimensions}, the vectors of this model have {size}")
+            raise RequestError(
+                f"dimensions is {params.dimensions}, but this model's vectors have only {size}"
+            )
 
     def _vectors(self, outcomes: Sequence[PromptOutcome], wanted: list[PoolingParams]) -> list[list[float]]:
         found: list[list[float]] = []
@@ -258,12 +265,12 @@ def _texts(given: Any, what: str) -> list[str]:
     found = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else [given]
     for text in found:
         if not isinstance(text, str):
-            raise RequestError(f"score compares texts; {what} have {text!r}"[:200])
+            raise RequestError(f"score compares texts, but {what} contain {text!r}"[:200])
     return found
 
 
 def _raised(outputs: list[Any], alone: bool) -> list[Any]:
-    """The outputs; RequestError for a prompt that was given alone and failed."""
+    """The outputs. Raises RequestError for a prompt that was given alone and failed."""
     if alone and outputs[0].error is not None:
         raise RequestError(outputs[0].error)
     return outputs

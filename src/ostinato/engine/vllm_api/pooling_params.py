@@ -1,4 +1,4 @@
-"""How a prompt becomes a vector or scores, per request; the fields carry vLLM's names."""
+"""How a request's prompt is turned into a vector or scores; the fields have vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class PoolingParams:
     """Parameters of `embed`, `encode`, `classify` and `score`."""
 
     dimensions: int | None = None
-    """Keep so many numbers of an embedding, its first ones (for models trained that way); None: all."""
+    """Keep only the first numbers of an embedding, this many (for models trained that way); None: all."""
     normalize: bool | None = None
     """Scale an embedding to length 1, which is the default."""
     use_activation: bool | None = None
-    """Of scores: probabilities (the default) instead of logits; of embeddings: the same as `normalize`."""
+    """For scores: probabilities (the default) instead of logits; for embeddings: the same as `normalize`."""
     task: str | None = None
-    """What is asked for: embed, classify, score; the method that is called says it too."""
+    """embed, classify or score; the called method determines it too."""
 
     def __post_init__(self) -> None:
         wrong = self.dimensions is not None and (
@@ -29,11 +29,11 @@ class PoolingParams:
 
     @property
     def activates(self) -> bool:
-        """Whether scores become probabilities."""
+        """Whether scores are turned into probabilities."""
         return self.use_activation is not False
 
     @property
     def normalizes(self) -> bool:
-        """Whether an embedding gets length 1."""
+        """Whether embeddings are scaled to length 1."""
         chosen = self.normalize if self.normalize is not None else self.use_activation
         return chosen is not False

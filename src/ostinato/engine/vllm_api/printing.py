@@ -1,4 +1,4 @@
-"""Small things that vLLM's examples print and log with."""
+"""Small functions with which vLLM's examples print and log."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from secrets import token_hex
 
 
 def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
-    """The first numbers of a vector and its length."""
+    """Print the first numbers of a vector and its size."""
     shown = ", ".join(str(value) for value in embeds[:4])
     more = ", ..." if len(embeds) > 4 else ""
     print(f"{prefix}: [{shown}{more}] (size={len(embeds)})")
 
 
 def random_uuid() -> str:
-    """A name for a request."""
+    """A random id for a request."""
     return token_hex(16)
 
 

@@ -1,4 +1,4 @@
-"""Prompts that are read by a model and not completed: their hidden states, or why there are none."""
+"""Prompts that are only read, not completed: their hidden states, or why there are none."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..text_engine import TextEngine
 
 @dataclass(frozen=True)
 class PromptOutcome:
-    """What came of a prompt that was only read."""
+    """The result of a prompt that was only read."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     states: PromptStates | None
-    """None where `error` says why."""
+    """None if `error` is set."""
     error: str | None
 
 
@@ -33,8 +33,8 @@ def states_of(
     let_through: Callable[[], None] = lambda: None,
     adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[PromptOutcome]:
-    """What the model makes of these prompts, each with its adapter, for vectors and scores; `shown`: a
-    bar over them.
+    """The model's states for these prompts, each with its adapter, for vectors and scores; `shown`: show a
+    progress bar.
 
     `let_through` is called between steps and may raise.
     """
@@ -54,7 +54,7 @@ def states_of(
 def _begin_embedding(
     engine: TextEngine, prompt: Prompt, awaited: set[str], asked: LoRARequest | None
 ) -> ServedCompletion | str:
-    """Queue a prompt and note its name, or say why not."""
+    """Queue a prompt and record its name, or return why not."""
     try:
         with engine.turn:
             adapter = engine.version_of(asked)
@@ -68,7 +68,7 @@ def _begin_embedding(
 
 
 def outcome_of(engine: TextEngine, served: ServedCompletion | str) -> PromptOutcome:
-    """What came of a prompt that was embedded, or refused for this reason."""
+    """The result of a prompt that was embedded, or refused for this reason."""
     if isinstance(served, str):
         return PromptOutcome(engine.new_id(), None, [], None, served)
     whole = served.whole

@@ -1,4 +1,4 @@
-"""What may be given as a prompt, and how one is told from a list of them."""
+"""What may be passed as a prompt, and how it is distinguished from a list of prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """The token ids of a text to complete, and for the record the text."""
+    """The token ids of a text to complete, optionally with the text itself."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -31,28 +31,28 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 _KINDS_OF_PROMPTS = "OSUT"
-"""Of numpy arrays: columns of texts, or of any objects."""
+"""Kinds of numpy arrays that hold prompts: columns of texts, or of any objects."""
 
-WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]} or a list of token ids"
+WHAT_A_PROMPT_IS = "a prompt must be a string or {'prompt_token_ids': [...]} or a list of token ids"
 
 
 def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether one was given alone; RequestError for what cannot hold prompts.
+    """The prompts as a list, and whether a single one was given. Raises RequestError for other types.
 
-    As with vLLM `[1, 2, 3]` is one prompt of token ids, and `[[1, 2, 3]]` a list of one; of arrays and
-    tensors likewise.
+    As with vLLM, `[1, 2, 3]` is one prompt of token ids, and `[[1, 2, 3]]` is a list of one; the same holds
+    for arrays and tensors.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts], True
     if are_token_ids(prompts):
-        return [{"prompt_token_ids": prompts}], True  # nobody has to look again
+        return [{"prompt_token_ids": prompts}], True  # need not be checked again
     if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
-        raise RequestError(f"{WHAT_A_PROMPT_IS}, or a list of such; not {kind_of(prompts)}")
+        raise RequestError(f"{WHAT_A_PROMPT_IS}, or a list of such prompts, not {kind_of(prompts)}")
     return list(prompts), False
 
 
 def check_keys(prompt: Mapping[str, Any]) -> None:
-    """RequestError for a mapping that holds something beside the prompt which nobody would look at."""
+    """Raises RequestError for a mapping with entries besides the prompt that would be ignored."""
     for key, value in prompt.items():
         if key in _KEYS:
             continue
@@ -62,7 +62,7 @@ def check_keys(prompt: Mapping[str, Any]) -> None:
 
 
 def are_token_ids(prompt: Any) -> bool:
-    """Whether this is a list of numbers, and not a list of prompts."""
+    """Whether this is a list of numbers rather than a list of prompts."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind not in _KINDS_OF_PROMPTS
     if isinstance(prompt, torch.Tensor):
@@ -71,7 +71,7 @@ def are_token_ids(prompt: Any) -> bool:
         return True
     if not isinstance(prompt, list | tuple | range) or not prompt:
         return False
-    # Prompts are told from numbers by the first; all others are looked at without a step of Python for each.
+    # The first item tells prompts from numbers; the others are checked without running Python code for each.
     if not isinstance(prompt[0], int | np.integer):
         return False
     if operator.countOf(map(type, prompt), int) == len(prompt):
@@ -80,7 +80,7 @@ def are_token_ids(prompt: Any) -> bool:
 
 
 def known_token_ids(prompt: Any) -> list[int]:
-    """The token ids in a prompt that was refused, as far as there are any."""
+    """The token ids in a refused prompt, if there are any."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(ids, np.ndarray | torch.Tensor | array.array):
         found: list[int] = ids.tolist() if are_token_ids(ids) else []
@@ -89,7 +89,7 @@ def known_token_ids(prompt: Any) -> list[int]:
 
 
 def kind_of(prompt: Any) -> str:
-    """What somebody gave instead of a prompt, in words."""
+    """A description of a value that is not a prompt."""
     if isinstance(prompt, Mapping):
         return f"a mapping with {', '.join(map(repr, prompt)) or 'nothing'} in it"
     return f"{type(prompt).__name__} {prompt!r}"[:100]

@@ -1,4 +1,4 @@
-"""What trainers ask of an engine in Python: weights from their processes, and calls of the worker."""
+"""A trainer's calls of an engine in Python: weights from its processes, and calls of the worker."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ class UpdateRequest(Protocol):
 
 
 PartOfUpdate = UpdateRequest | Mapping[str, Mapping[str, Any]]
-"""What vLLM's `update_weights` is given."""
+"""The argument of vLLM's `update_weights`."""
 
 
 class TrainerServices:
-    """Of an engine in this process."""
+    """For an engine in this process."""
 
     _extension: type | None = None
-    """What its worker can do beside."""
+    """Adds methods to its worker."""
 
     @property
     def engine(self) -> TextEngine:
-        """The engine inside."""
+        """The underlying engine."""
         raise NotImplementedError
 
     tell_outputs: Callable[[list[RequestOutput]], None] = staticmethod(lambda outputs: None)
-    """Gets the outputs of steps that end for new weights; callers of `generate` find them anyway."""
+    """Gets the outputs of steps that end before new weights; callers of `generate` see them anyway."""
 
     @functools.cached_property
     def trainer_link(self) -> TrainerLink:
-        """What a trainer's process may do with the weights."""
+        """What a trainer's process may do to the weights."""
         core = self.engine.core
         return TrainerLink(core.loaded.model, self._apply, core.config.config.weight_transfer_timeout)
 
     @functools.cached_property
     def worker(self) -> Worker:
-        """What `collective_rpc` calls."""
+        """The worker, for `collective_rpc`."""
         return make_worker(self._extension, self.engine, self.trainer_link, self._apply)
 
     def _apply(self, new: NamedTensors | str | Path, version: str | None) -> WeightsReport:
@@ -64,15 +64,15 @@ class TrainerServices:
         done_here(self.trainer_link.init_transfer(inside(request, "init_info")))
 
     def start_weight_update(self) -> None:
-        """Begin an update in parts; of one that was not finished nothing is left."""
+        """Begin an update in parts, and drop what is left of an unfinished one."""
         self.trainer_link.start()
 
     def finish_weight_update(self, weight_version: str | None = None) -> WeightsReport | None:
-        """Write what has come since `start_weight_update`, all of it or nothing."""
+        """Write everything that has arrived since `start_weight_update`, or nothing."""
         return self.trainer_link.finish(weight_version)
 
     def update_weight_version(self, new_version: str) -> None:
-        """Call the weights something else."""
+        """Set the version of the weights."""
         with self.engine.turn:
             self.engine.core.weights.rename(new_version)
 
@@ -87,8 +87,9 @@ class TrainerServices:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[_Found]:
-        """Call a method of the worker, or a function with the worker, between two steps; a list of what comes
-        of it. TimeoutError after `timeout` seconds: the call goes on, and the engine waits for it."""
+        """Call a method of the worker, or a function with the worker, between two steps; returns its result
+        in a list. Raises TimeoutError after `timeout` seconds: the call continues, and the engine waits for
+        it."""
         call = worker_call(self.worker, method, args, kwargs or {})
         if timeout is None:
             return [self.between_steps(call)]
@@ -100,7 +101,7 @@ class TrainerServices:
         return [self.between_steps(lambda: func(self.worker.get_model()))]
 
     def between_steps(self, function: Callable[[], _Found]) -> _Found:
-        """Call something that may write weights."""
+        """Call a function that may write weights."""
         engine = self.engine
         with engine.turn:
             engine.settle(self.tell_outputs)
@@ -114,14 +115,14 @@ class TrainerServices:
 def worker_call(
     worker: Worker, method: object, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """What a `collective_rpc` means; RequestError if the worker cannot be called like this."""
+    """The call that `collective_rpc` makes. Raises RequestError if the worker cannot be called like this."""
     function = functools.partial(method, worker) if callable(method) else _method(worker, method)
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         raise RequestError(f"collective_rpc({method!r}): {error}") from None
     except ValueError:
-        pass  # it has no signature that can be known
+        pass  # its signature is not known
     return functools.partial(function, *args, **kwargs)
 
 
@@ -129,13 +130,13 @@ def _method(worker: Worker, method: object) -> Callable[..., Any]:
     found = getattr(worker, method, None) if isinstance(method, str) and method[:1] != "_" else None
     if not callable(found):
         known = [name for name in dir(worker) if name[:1] != "_" and callable(getattr(worker, name))]
-        raise RequestError(f"the worker has no method {method!r}: there are {', '.join(known)}")
+        raise RequestError(f"the worker has no method {method!r}: use one of {', '.join(known)}")
     function: Callable[..., Any] = found
     return function
 
 
 def inside(request: object, name: str) -> Any:
-    """What a request of vLLM's holds, as an object or as a dictionary."""
+    """The named field of one of vLLM's request objects, or of a dictionary."""
     if isinstance(request, Mapping):
         if request.keys() == {name}:
             return request[name]
@@ -145,7 +146,7 @@ def inside(request: object, name: str) -> Any:
 
 
 def is_part_of_update(weights: object) -> bool:
-    """Whether `update_weights` was given a part of vLLM's, and no weights."""
+    """Whether `update_weights` was given part of an update of vLLM's, not weights."""
     if isinstance(weights, Mapping):
         return weights.keys() == {"update_info"}
     return hasattr(weights, "update_info")

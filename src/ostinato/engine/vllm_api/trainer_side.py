@@ -1,4 +1,4 @@
-"""The trainer's end of a transfer of weights, for those that call vLLM's functions: rank 0 of the group."""
+"""The trainer's end of a weight transfer, for trainers that call vLLM's functions: rank 0 of the group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..weight_sync.broadcast_groups import DEFAULT_NAMES
 from ..weight_sync.stateless_groups import PyNcclCommunicator, StatelessProcessGroup
 
 _PACKED_BYTES = 2**30
-"""vLLM's, where nobody says: both ends cut what they send by it."""
+"""vLLM's default; sender and receiver cut the data by it."""
 _MEETING = ("master_address", "master_port", "world_size")
 _LIMIT = datetime.timedelta(seconds=300)
 
@@ -24,7 +24,7 @@ class _Sender(Protocol):
 
 
 class _GlooSender:
-    """Rank 0 of the group that an engine on a CPU joins; vLLM has none."""
+    """Rank 0 of the group that an engine on a CPU joins; vLLM has no counterpart."""
 
     def __init__(self, address: str, port: int, world_size: int) -> None:
         place = f"[{address}]" if ":" in address else address
@@ -42,7 +42,7 @@ class _GlooSender:
 
 
 def trainer_init(init_info: object) -> PyNcclCommunicator | _GlooSender:
-    """Meet the engines, which are told the same `init_info`; on the current GPU, with none by gloo."""
+    """Join the engines, which get the same `init_info`; uses the current GPU, or gloo without one."""
     address, port, world_size = (_field(init_info, name) for name in _MEETING)
     if not torch.cuda.is_available():
         return _GlooSender(address, port, world_size)
@@ -61,8 +61,8 @@ def packed_nccl_broadcast_producer(
     post_iter_func: Callable[[tuple[str, Tensor]], Tensor],
     buffer_size_bytes: int = _PACKED_BYTES,
 ) -> None:
-    """Send named tensors as bytes, so many at a time that they are more than `buffer_size_bytes`; done when
-    all have gone."""
+    """Send named tensors as bytes, in batches that each end once they exceed `buffer_size_bytes`. Returns
+    when everything is sent."""
     for flat in _packed(map(post_iter_func, iterator), buffer_size_bytes):
         group.broadcast(flat, src=src)
     if torch.cuda.is_available():

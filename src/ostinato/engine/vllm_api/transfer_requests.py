@@ -1,4 +1,4 @@
-"""What vLLM's calls about a trainer's weights are given, as objects; a dictionary is the same."""
+"""The arguments of vLLM's calls about a trainer's weights, as objects; dictionaries work too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The worker of vLLM that trainers extend (`worker_extension_cls`) and call (`collective_rpc`).
+"""vLLM's worker, which trainers extend (`worker_extension_cls`) and call (`collective_rpc`).
 
-There is one, in the engine's process. It has what their classes reach for: the model with `load_weights`, its
-parameters, the configuration, the device. Weights go the way of `LLM.update_weights`, all or none of a call.
+There is one, in the engine's process. It has what trainers' classes use: the model with `load_weights`, its
+parameters, the configuration, the device. Writing weights works as in `LLM.update_weights`: all or none.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .engine_view import ModelView, VllmConfigView
 
 
 class WorkerModel(nn.Module):
-    """`model_runner.model`: the weights under vLLM's names, to be read or replaced; it computes nothing."""
+    """`model_runner.model`: the weights under vLLM's names, to read or replace; it cannot run."""
 
     def __init__(self, engine: TextEngine, apply: Apply) -> None:
         super().__init__()
         self._engine, self._write = engine, apply
         self.is_lent = False
-        """Whether somebody has had the parameters themselves, and may write to them at any call."""
+        """Whether a caller has got the parameters themselves, and may write to them in any call."""
 
     @property
     def config(self) -> Any:
@@ -38,15 +38,16 @@ class WorkerModel(nn.Module):
         return ModelView(self._engine).hf_config
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Write these, by the names of the checkpoint, all or none; the names that were written."""
+        """Write weights, by their names in the checkpoint, all or none; returns the names that were
+        written."""
         listed = weights if isinstance(weights, Iterator) else list(weights)
         return set(self._write(listed, None).names)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """All of them, fused as kernels want them. Whoever writes to them does so between two steps, inside
-        of `collective_rpc` or `apply_model`."""
+        """All parameters, fused as kernels need them. Write to them only between two steps: inside of
+        `collective_rpc` or `apply_model`."""
         self._engine.core.sleeper.refuse_without_weights()
         self.is_lent = True
         front = f"{prefix}." if prefix else ""
@@ -59,20 +60,20 @@ class WorkerModel(nn.Module):
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def forward(self, *_: Any, **__: Any) -> None:
-        """Refused."""
-        raise RequestError("the model of a worker computes nothing: use generate or embed")
+        """Refused: it cannot run."""
+        raise RequestError("a worker's model cannot be run: use generate or embed")
 
     def extra_repr(self) -> str:
-        """What it is."""
+        """A description for `print`."""
         return self._engine.core.loaded.model.config.architecture
 
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Refused, and so is all below: of a module without layers it would do nothing, without a word."""
-        raise RequestError("the model of a worker takes weights by load_weights, not by load_state_dict")
+        """Refused, as is everything below: in a module without layers it would silently do nothing."""
+        raise RequestError("a worker's model cannot load a state dict: use load_weights")
 
     def named_modules(self, *_: Any, **__: Any) -> Any:
         """Refused."""
-        raise RequestError("the model of a worker has no layers, only weights: use named_parameters")
+        raise RequestError("a worker's model has no layers, only weights: use named_parameters")
 
     def apply(self, *_: Any, **__: Any) -> Any:
         """Refused."""
@@ -83,14 +84,12 @@ class WorkerModel(nn.Module):
         as_it_is = torch.empty(0, dtype=runner.dtype, device=runner.device)
         made = fn(as_it_is)
         if (made.dtype, made.device) != (as_it_is.dtype, as_it_is.device):
-            raise RequestError(
-                f"the model of a worker stays {runner.dtype} on {runner.device}, as graphs have it"
-            )
+            raise RequestError(f"a worker's model stays {runner.dtype} on {runner.device}, as graphs have it")
         return self
 
     def _refuse_hooks(self, *_: Any, **__: Any) -> Any:
         """Refused."""
-        raise RequestError("the model of a worker computes nothing, and would call no hook")
+        raise RequestError("a worker's model cannot be run, so it would call no hook")
 
     register_forward_hook = register_forward_pre_hook = _refuse_hooks
     register_full_backward_hook = register_full_backward_pre_hook = _refuse_hooks
@@ -118,9 +117,9 @@ class WorkerRunner:
         weights_path: str | None = None,
         is_checkpoint_format: bool = True,
     ) -> None:
-        """Read weights again: these, those of a directory, or those that the engine was started with."""
+        """Load weights again: these, those of a directory, or those that the engine was started with."""
         if not is_checkpoint_format:
-            raise RequestError("weights are taken by the names of the checkpoint: is_checkpoint_format=True")
+            raise RequestError("weights must have the names of the checkpoint: use is_checkpoint_format=True")
         new = weights_iterator if weights_iterator is not None else Path(weights_path or self._directory)
         self._apply(new, None)
 
@@ -146,11 +145,11 @@ class Worker:
         return self.model_runner.model
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As the runner's."""
+        """As in `model_runner`."""
         self.model_runner.reload_weights(*args, **kwargs)
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Meet the trainer."""
+        """Join the trainer's group."""
         done_here(self._link.init_transfer(init_info))
 
     def start_weight_update(self) -> None:
@@ -158,44 +157,47 @@ class Worker:
         self._link.start()
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """A part of it."""
+        """Receive a part of an update."""
         done_here(self._link.receive(update_info))
 
     def finish_weight_update(self) -> None:
-        """Write it."""
+        """Write the update."""
         self._link.finish(None)
 
     def add_lora(self, lora_request: object) -> bool:
         """Refused."""
-        raise RequestError("add_lora is not supported by workers: adapters are not loaded here")
+        raise RequestError("add_lora is not supported by workers: use LLM.add_lora")
 
     def remove_lora(self, lora_id: int) -> bool:
         """Refused."""
-        raise RequestError("remove_lora is not supported by workers: adapters are not loaded here")
+        raise RequestError("remove_lora is not supported by workers: use LLM.remove_lora")
 
     def check_health(self) -> None:
-        """It is in the engine's process: what answers is healthy."""
+        """Nothing to check: it is in the engine's process, so if it answers it is healthy."""
 
 
 class ModelExecutor:
-    """`llm_engine.model_executor`: in vLLM it drives the workers, of which there is one."""
+    """`llm_engine.model_executor`: in vLLM it drives the workers; here there is one."""
 
     def __init__(self, worker: Worker) -> None:
         self.driver_worker = worker
 
 
 def extension_class(path: str) -> type:
-    """The class of this dotted name; ConfigError if there is none, or if it would hide what a worker has."""
+    """The class of this dotted name. Raises ConfigError if there is none, or if it would hide a worker's own
+    names."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"worker_extension_cls {path!r} cannot be imported: {error}") from error
     if not isinstance(found, type):
-        raise ConfigError(f"worker_extension_cls {path!r} is no class")
+        raise ConfigError(f"worker_extension_cls {path!r} is not a class")
     both = [each for each in dir(found) if not each.startswith("__") and each in _own_names()]
     if both:
-        raise ConfigError(f"worker_extension_cls {path!r} has {', '.join(both)}, which a worker has itself")
+        raise ConfigError(
+            f"worker_extension_cls {path!r} has {', '.join(both)}, which a worker has itself: rename them"
+        )
     return found
 
 
@@ -204,8 +206,8 @@ def _own_names() -> set[str]:
 
 
 def make_worker(extension: type | None, engine: TextEngine, link: TrainerLink, apply: Apply) -> Worker:
-    """A worker, with the methods of an extension. These find a process group of torch.distributed, as with
-    vLLM; where nobody has made one, it is of this process alone."""
+    """A worker with the methods of an extension, which find a torch.distributed process group, as with vLLM;
+    if none exists, it is created for this process alone."""
     if extension is None:
         return Worker(engine, link, apply)
     _ensure_default_group()
@@ -221,5 +223,5 @@ def _ensure_default_group() -> None:
 
 
 def get_world_group() -> SimpleNamespace:
-    """The group of an engine's workers: one."""
+    """The group of an engine's workers; its size is one."""
     return SimpleNamespace(rank=0, local_rank=0, world_size=1, rank_in_group=0, ranks=[0])

@@ -1,1 +1,1 @@
-"""LoRA adapters as PEFT saves them: read, checked against a model, written into its stacks."""
+"""LoRA adapters in PEFT's format: read, checked against a model, written into its stacks."""

@@ -1,7 +1,7 @@
-"""What can be wrong with an adapter."""
+"""Errors of adapters."""
 
 from ..errors import ModelError
 
 
 class AdapterError(ModelError):
-    """An adapter cannot be used as given; the text names the file, field or tensor and what to do."""
+    """An adapter cannot be used as given; the message names the file, field or tensor and says what to do."""

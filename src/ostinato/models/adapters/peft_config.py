@@ -1,7 +1,7 @@
 """`adapter_config.json`: which layers an adapter changes, and by how much.
 
-Whatever would change what the adapter computes and is not done here is refused by name, a field that nobody
-knew when this was written among it.
+Anything that would change what the adapter computes and is not supported is refused by name, including fields
+that did not exist when this was written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WITHOUT_EFFECT = frozenset(
         *("ensure_weight_tying", "unsloth_version", "unsloth_fixed"),
     }
 )
-"""About training, or beside a switch that is refused."""
+"""Fields about training, or that depend on a switch that is refused."""
 _REFUSED = {
     "use_dora": "DoRA scales the rows of the base weights: merge the adapter into the model",
     "modules_to_save": "whole layers were trained too: merge the adapter into the model",
@@ -52,7 +52,7 @@ _ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What of an `adapter_config.json` decides on the numbers."""
+    """The fields of an `adapter_config.json` that affect the numbers."""
 
     r: int
     lora_alpha: float
@@ -66,7 +66,7 @@ class PeftConfig:
 
     @classmethod
     def load(cls, directory: Path) -> PeftConfig:
-        """From the file in a directory."""
+        """Read the file in a directory."""
         file = directory / CONFIG_FILE
         if not directory.is_dir():
             raise AdapterError(f"there is no adapter in {directory}: no such directory")
@@ -80,7 +80,7 @@ class PeftConfig:
 
     @classmethod
     def of(cls, raw: object, where: str) -> PeftConfig:
-        """From what such a file holds; `where` says of which adapter, in errors."""
+        """From the contents of such a file; `where` names the adapter in errors."""
         if not isinstance(raw, Mapping):
             raise AdapterError(f"{where} does not contain a JSON object")
         _refuse(raw, where)
@@ -97,21 +97,21 @@ class PeftConfig:
                 layers_pattern=tuple(map(_regex, _listed(raw.get("layers_pattern")))),
             )
         except (TypeError, ValueError, AttributeError) as error:
-            raise AdapterError(f"{where}: a field differs from what PEFT writes: {error}") from error
+            raise AdapterError(f"{where}: a field has a value that PEFT does not write: {error}") from error
 
     def rank_of(self, module: str) -> int:
-        """Of the matrices of a layer, by its full name."""
+        """Rank of the matrices of a layer, by its full name."""
         return self.rank_pattern.get(_pattern_of(module, self.rank_pattern), self.r)
 
     def scaling_of(self, module: str) -> float:
-        """What the product of the matrices of a layer is multiplied with."""
+        """Factor of the product of a layer's matrices."""
         alpha = self.alpha_pattern.get(_pattern_of(module, self.alpha_pattern), self.lora_alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
     def names_layers(self) -> bool:
-        """Whether layers are named at all; `all-linear` is all but embeddings and the output layer."""
+        """Whether layers are named at all; `all-linear` means all but embeddings and the output layer."""
         return self.target_modules not in (None, _ALL_LINEAR)
 
     def targeted(self, modules: Iterable[str]) -> set[str]:
@@ -136,7 +136,7 @@ class PeftConfig:
 def _refuse(raw: Mapping[str, Any], where: str) -> None:
     kind = raw.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterError(f"{where}: peft_type {kind!r} is not supported; only LORA is")
+        raise AdapterError(f"{where}: peft_type {kind!r} is not supported; supported is LORA")
     if raw.get("bias") not in (None, "none"):
         raise AdapterError(f"{where}: bias {raw['bias']!r} is not supported: biases were trained too")
     start = raw.get("init_lora_weights")
@@ -157,7 +157,7 @@ def _refuse(raw: Mapping[str, Any], where: str) -> None:
 
 
 def _pattern_of(module: str, patterns: Mapping[str, object]) -> str:
-    """PEFT's rule: a pattern stands for the end of a module's name."""
+    """PEFT's rule: a pattern matches the end of a module's name."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
 
 

@@ -1,4 +1,4 @@
-"""From an adapter's files, or tensors, to an `Adapter` that fits a model; nothing is taken on trust."""
+"""Turns an adapter's files, or tensors, into an `Adapter` that fits a model; nothing is taken on trust."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MEANINGS = {
 
 
 class AdapterReader:
-    """Reads adapters for one model. May be used beside the engine's steps, in any thread."""
+    """Reads adapters for one model. May be used during the engine's steps, in any thread."""
 
     def __init__(self, model: Transformer, max_rank: int) -> None:
         weight = model.embed_tokens.weight
@@ -43,9 +43,9 @@ class AdapterReader:
         self._max_rank = max_rank
         self._architecture = model.config.architecture
         self._places: dict[str, tuple[str, int]] = {}
-        """Checkpoint layers by their names: our layer, and which part of it they are."""
+        """Checkpoint layers by their names: our layer, and which of its parts."""
         self._shapes: dict[str, tuple[int, int]] = {}
-        """[out, in] of each."""
+        """Their shapes, [out, in]."""
         self._num_parts: dict[str, int] = {}
         for name, linear in adaptable(model).items():
             full = model.config.family.tensors.of(name)
@@ -58,14 +58,14 @@ class AdapterReader:
         self._outside_layers = tuple(model.config.family.tensors.top.values())
 
     def read(self, path: str | Path) -> Adapter:
-        """The adapter in a directory; AdapterError if there is none, or if it does not fit."""
+        """The adapter in a directory. Raises AdapterError if there is none, or if it does not fit."""
         directory = _located(str(path))
         config = PeftConfig.load(directory)
         with closing(_stored(directory)) as stored:
             return self._made(config, stored, str(directory))
 
     def made_of(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Adapter:
-        """The adapter of these tensors, with what its `adapter_config.json` would hold."""
+        """An adapter from these tensors and the contents of its `adapter_config.json`."""
         where = f"adapter {name!r}"
         return self._made(PeftConfig.of(config, where), iter(tensors.items()), where)
 
@@ -74,7 +74,7 @@ class AdapterReader:
         for name, tensor in tensors:
             module, which = self._place_of(name, where)
             if which in found.setdefault(module, {}):
-                raise AdapterError(f"{where}: layer {module} has its matrix {which} twice")
+                raise AdapterError(f"{where}: layer {module} has matrix {which} twice")
             found[module][which] = self._checked(tensor, f"{where}: tensor {name}")
         if not found:
             raise AdapterError(f"{where} contains no matrices")
@@ -93,7 +93,7 @@ class AdapterReader:
         return Adapter(parts, rank, digest.digest())
 
     def _check_targets(self, config: PeftConfig, found: Mapping[str, object], where: str) -> None:
-        """What the file holds is what the configuration names: no more, and no less."""
+        """Check that the file contains exactly the layers that the configuration names."""
         targeted = config.targeted(self._places)
         if missing := sorted(targeted - found.keys()):
             raise AdapterError(
@@ -126,7 +126,7 @@ class AdapterReader:
 
     def _changeable(self) -> str:
         kinds = sorted({name.rsplit(".", 1)[-1] for name in self._places})
-        return f"target modules can be {', '.join(kinds)}"
+        return f"supported target modules are {', '.join(kinds)}"
 
     def _checked(self, tensor: object, what: str) -> Tensor:
         if not isinstance(tensor, Tensor):
@@ -160,13 +160,13 @@ class AdapterReader:
         for which, kept in (("A", pair.a), ("B", pair.b)):
             if not bool(kept.isfinite().all()):
                 raise AdapterError(
-                    f"{where}: matrix {which} of layer {module} has numbers that are not finite in "
+                    f"{where}: matrix {which} of layer {module} has values that are not finite in "
                     f"{self._dtype}"
                 )
         return pair
 
     def _kept(self, matrix: Tensor) -> Tensor:
-        """A copy of our own: whoever gave it may change it, and a file may go."""
+        """A copy of our own: the caller may change the original, and a file may be deleted."""
         own = torch.empty(matrix.shape, dtype=self._dtype, pin_memory=self._is_pinned)
         return own.copy_(matrix)
 
@@ -178,7 +178,7 @@ def adaptable(model: Transformer) -> dict[str, Linear]:
 
 
 def _located(name: str) -> Path:
-    """A directory of this machine, or a repository of the hub."""
+    """A directory on this machine, or one downloaded from the hub."""
     path = Path(name).expanduser()
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         return path
@@ -186,7 +186,7 @@ def _located(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=["adapter_*"]))
-    except Exception as error:  # whatever the network and the hub come up with
+    except Exception as error:  # whatever the network and the hub raise
         raise AdapterError(
             f"{name!r} is not a directory on this machine and could not be downloaded from the hub: "
             f"{type(error).__name__}: {error}"
@@ -194,7 +194,7 @@ def _located(name: str) -> Path:
 
 
 def _short(name: str) -> str:
-    """PEFT puts its own names before those of the model; a bare model has one less."""
+    """The name without PEFT's prefixes; a bare model's names have one prefix less."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
@@ -222,7 +222,7 @@ def _stored(directory: Path) -> Generator[tuple[str, Tensor]]:
         raise AdapterError(f"{directory} has neither {_SAFETENSORS} nor {_PICKLED}")
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling raises whatever the file makes it
+    except Exception as error:  # unpickling raises whatever the file makes it raise
         raise AdapterError(f"{file} is not a readable file of tensors: {error}") from error
     if not isinstance(stored, dict):
         raise AdapterError(f"{file} does not contain tensors by name")

@@ -14,7 +14,7 @@ from .reading import adaptable
 
 
 class AdapterStacks:
-    """So many slots beside every linear layer."""
+    """A number of slots for every linear layer."""
 
     def __init__(
         self, model: Transformer, num_slots: int, max_rank: int, allocate: Allocate | None = None
@@ -38,11 +38,11 @@ class AdapterStacks:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(stack.nbytes for stack in self._stacks.values())
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """What graphs read."""
+        """The tensors that graphs read."""
         return {
             f"{name}.lora_{part}": tensor
             for name, stack in self._stacks.items()
@@ -50,12 +50,12 @@ class AdapterStacks:
         }
 
     def of_tokens(self, slots: Tensor) -> Adapters:
-        """For a step whose tokens have these slots, int32 [T]."""
+        """The adapters of a step whose tokens have these slots, int32 [T]."""
         return Adapters(self._stacks, Rows.of(slots, self.num_slots))
 
     @torch.no_grad()
     def write(self, slot: int, adapter: Adapter) -> None:
-        """Let a slot be this adapter, behind whatever was launched before."""
+        """Put this adapter into a slot, in stream order: after everything launched before."""
         for name, stack in self._stacks.items():
             parts = adapter.layers.get(name)
             if parts is None:
@@ -65,12 +65,12 @@ class AdapterStacks:
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Let no slot add anything."""
+        """Empty all slots."""
         for stack in self._stacks.values():
             for slot in range(self.num_slots):
                 stack.clear(slot)
 
     def _placed(self, part: LowRank) -> LowRank:
-        """On the device, by copies that nobody waits for."""
+        """Copy to the device without waiting."""
         a, b = (matrix.to(self._device, non_blocking=True) for matrix in (part.a, part.b))
         return LowRank(a, b, part.scaling)

@@ -1,1 +1,1 @@
-"""Models that guess the next tokens of another one: heads on its features, and smaller models."""
+"""Models that guess the next tokens of another model: heads on its features, and smaller models."""

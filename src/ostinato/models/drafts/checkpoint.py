@@ -1,6 +1,6 @@
 """The tensors of a draft's checkpoint: names and shapes before anything is read, then one after another.
 
-Heads are often published as `pytorch_model.bin`; that is read as tensors and nothing else.
+Heads are often published as `pytorch_model.bin`, of which only tensors are read.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _PICKLED = "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a draft's weights are, and what is there."""
+    """Where a draft's weights are, and which there are."""
 
     directory: Path
     shapes: Mapping[str, tuple[int, ...]]
     """By name, without a leading `model.`."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """How names may begin, and how they begin here."""
+    """Prefixes that names may have, and the ones used here instead."""
 
     @classmethod
     def find(cls, directory: Path, other_names: Mapping[str, str] | None = None) -> Checkpoint:
-        """Look at the files of a folder; WeightsError if there are none that can be read."""
+        """Look at the files of a folder. Raises WeightsError if none of them can be read."""
         others = other_names or {}
         if pickled := _pickled(directory):
             found = {name: tuple(tensor.shape) for name, tensor in _unpickled(pickled).items()}
@@ -40,7 +40,7 @@ class Checkpoint:
         return cls(directory, {_usual(name, others): shape for name, shape in found.items()}, others)
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Each with its name, placed on `device` as it is asked for."""
+        """Each tensor with its name, read onto `device` when it is its turn."""
         if pickled := _pickled(self.directory):
             for name, tensor in _unpickled(pickled).items():
                 yield _usual(name, self.other_names), tensor.to(device)
@@ -69,7 +69,7 @@ def _pickled(directory: Path) -> Path | None:
 def _unpickled(file: Path) -> dict[str, Tensor]:
     try:
         found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever is wrong with it, it is the file that is
+    except Exception as error:  # whatever is raised, the file is at fault
         raise WeightsError(f"{file} is not a readable file of tensors: {error}; download it again") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise WeightsError(f"{file} does not contain tensors by name")

@@ -1,8 +1,8 @@
-"""What a draft is to the engine, whichever model is inside.
+"""What the engine needs of a draft, whatever model is inside.
 
-It keeps keys and values of its own, in pages of the same numbers as those of the target. What stands for the
-token at position p lies at slot p - `slot_offset`: a head pairs a token with the target's feature of the
-token before, so that its first pair is at slot 0.
+It keeps its own keys and values, in pages with the same numbers as the target's. The entry for the token at
+position p is in slot p - `slot_offset`: a head pairs a token with the target's feature of the token before,
+so its first pair is in slot 0.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from ..mixing import Attend
 
 
 class DraftStates(NamedTuple):
-    """What a draft makes of tokens."""
+    """The results of a draft for tokens."""
 
     hidden: Tensor
-    """[T, H]: for `Draft.logits`."""
+    """[T, H]: input of `Draft.logits`."""
     carried: Tensor | None
-    """[T, H]: what stands for the feature of these tokens in the next step of a chain; None: nothing does."""
+    """[T, H]: used as the feature of these tokens in the next step of a chain; None: nothing is carried."""
 
 
 class Draft(nn.Module, ABC):
-    """Tokens, and features of the target, to scores of the tokens behind them."""
+    """Computes scores of the next tokens from tokens and features of the target."""
 
     name: str
-    """Of the method."""
+    """Name of the method."""
     shape: ModelConfig
-    """Of its layers: how attention runs, and what is stored per token."""
+    """Shape of its layers: how attention runs, and what is stored per token."""
     slot_offset: int
-    """How far the slot of a token is before its position."""
+    """By how much a token's slot is less than its position."""
     feature_size: int
-    """Of the target, per token; 0: it needs none."""
+    """Size of the target's features per token; 0: it needs none."""
     tapped_layers: tuple[int, ...] = ()
-    """Before which layers of the target features are taken; (): they are its last hidden states."""
+    """Layers of the target before which features are taken; (): features are the last hidden states."""
     vocab_size: int
-    """Tokens that it can propose."""
+    """Number of tokens that it can propose."""
 
     @property
     def target_offsets(self) -> Tensor | None:
-        """int64 [vocab_size]: what is added to an id of its own to make it the target's; None: nothing is."""
+        """int64 [vocab_size]: added to the draft's token ids to get the target's; None: they are equal."""
         return None
 
     @abstractmethod
     def combined(self, features: Tensor) -> Tensor:
-        """Features of the target [T, feature_size] as the first step of a chain takes them: [T, H]."""
+        """The target's features [T, feature_size] as input of a chain's first step: [T, H]."""
 
     @abstractmethod
     def forward(
         self, input_ids: Tensor, carried: Tensor | None, positions: Tensor, attend: Attend
     ) -> DraftStates:
-        """Tokens int64 [T] with what `combined` or the step before made of their features.
+        """Runs tokens int64 [T] with the features from `combined` or those carried by the previous step.
 
         `positions` int64 [T]: their slots.
         """

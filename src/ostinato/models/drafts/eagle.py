@@ -1,7 +1,7 @@
 """EAGLE: a layer over a token and the target's last hidden state of the token before it.
 
-`h = layer(fc([embed(token), feature]))`; h is the next feature, and the target's output layer reads it as it
-is. The layer has no norm before its attention.
+`h = layer(fc([embed(token), feature]))`; h is the next feature, and the input of the target's output layer,
+without a norm. The layer has no norm before its attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EagleHead(Head):
         self.layer = HeadLayer(shape.layer, room.of("layer"), hidden)
 
     def combined(self, features: Tensor) -> Tensor:
-        """As `Draft`: as they are."""
+        """As `Draft`: returned unchanged."""
         return features
 
     def forward(

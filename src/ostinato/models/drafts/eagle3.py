@@ -1,8 +1,8 @@
-"""EAGLE-3: a layer over a token and what `fc` makes of the target's hidden states before three of its layers.
+"""EAGLE-3: a layer over a token and `fc` of the target's hidden states before three of its layers.
 
-`h = layer([norm(embed(token)), norm(feature)])` on top of the feature; h is the next feature, and `lm_head`
-reads its norm. The output layer may have fewer tokens than the target: `d2t[i]` is how far token i of it is
-before the target's.
+`h = layer([norm(embed(token)), norm(feature)])` added to the feature; h is the next feature, and its norm is
+the input of `lm_head`. The output layer may have fewer tokens than the target: `d2t[i]` is the target's id of
+its token i, minus i.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .target_parts import TargetParts
 
 
 class Eagle3Head(Head):
-    """Weights are uninitialised; without a word about it, draft tokens are the target's first."""
+    """Weights are uninitialised; without `d2t`, draft tokens are the target's first ones."""
 
     name = "eagle3"
     d2t: Tensor

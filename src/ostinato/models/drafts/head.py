@@ -1,4 +1,4 @@
-"""What heads of EAGLE and EAGLE-3 have in common: one layer, tokens and output layer of the target."""
+"""What EAGLE and EAGLE-3 heads have in common: one layer; embeddings and output layer may be the target's."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from .target_parts import TargetParts
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What distinguishes one head from another, beside its method."""
+    """What distinguishes one head from another, besides its method."""
 
     layer: ModelConfig
-    """Of its layer: `num_layers` is 1."""
+    """Shape of its layer: `num_layers` is 1."""
     draft_vocab: int
-    """Tokens that its own output layer has."""
+    """Number of tokens of its own output layer."""
     tapped_layers: tuple[int, ...] = ()
-    """Of EAGLE-3: before which layers of the target features are taken."""
+    """EAGLE-3: the layers of the target before which features are taken."""
     fc_bias: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     has_embedding: bool = False
-    """Whether it brings a table of tokens of its own."""
+    """Whether it has its own embeddings."""
     has_lm_head: bool = False
-    """Whether it brings an output layer of its own."""
+    """Whether it has its own output layer."""
 
 
 class HeadLayer(nn.Module):
-    """The layer of a head, without what comes before its QKV projection."""
+    """The layer of a head, without the steps before its QKV projection."""
 
     def __init__(self, config: ModelConfig, room: Room, in_features: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Head(Draft):
             self.rotary = RotaryTable(config.rope, config.head_dim, max_positions)
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        """Rows of tokens [T, H]."""
+        """Embeddings of tokens, [T, H]."""
         return (self.embed_tokens or self._target.embed_tokens)(input_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Head(Draft):
         return products.float_linear(hidden, (self.lm_head or self._target.lm_head).matrix)
 
     def _form(self, num_tokens: int) -> Form[Any]:
-        """How what comes behind the QKV projection runs."""
+        """The form in which the steps after the QKV projection run."""
         config, weight = self.shape, self.layer.mlp.down_proj
         hidden, inner = config.hidden_size, config.intermediate_size
         shapes = (
@@ -101,12 +101,12 @@ class Head(Draft):
         return products.linear_in_parts(x, qkv.matrix, qkv.bias)
 
     def _stored(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Rows [T, in] of the layer through its attention."""
+        """Run rows [T, in] through the layer's attention."""
         mix = mix_of(attend, self.rotary, positions)
         return mix(self.layer.self_attn, self._projected(x)).flatten(1)
 
     def _behind_attention(self, residual: Tensor, mixed: Tensor, norm: RMSNorm | None) -> DraftStates:
-        """The rest of the layer; `norm` behind it is for `hidden` alone."""
+        """Run the rest of the layer; the `norm` after it applies to `hidden` only."""
         layer, form = self.layer, self._form(residual.size(0))
         between = layer.post_attention_layernorm
         rows = form.add(form.begin(residual, between), layer.self_attn.o_proj, mixed, between)

@@ -1,4 +1,4 @@
-"""The shape of a head, from its `config.json` and the names in its checkpoint, fitted to a target."""
+"""The shape of a head, from its `config.json` and the names in its checkpoint, checked against a target."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _NAMES_OF_EAGLE = ("Eagle3", "Eagle", "EAGLE3", "EAGLE")
 
 
 def head_shape(method: str, directory: Path, target: ModelConfig, checkpoint: Checkpoint | None) -> HeadShape:
-    """What the head in `directory` is; ModelError names what does not fit the target.
+    """The shape of the head in `directory`. Raises ModelError that names what does not fit the target.
 
-    `checkpoint`: what it brings of its own; None: everything that its method has, to be made up.
+    `checkpoint`: which parts it has of its own; None: all that its method has, with random weights.
     """
     file = directory / "config.json"
     raw = read_config_file(file, "a draft head has a config.json")
@@ -45,7 +45,7 @@ def _head_shape(
     layer = ModelConfig.from_dict({**raw, "architectures": [_architecture(raw)]})
     options = raw.get("eagle_config") or {}
     if options.get("use_aux_hidden_state") is False:
-        raise UnsupportedModelError("use_aux_hidden_state is false: such a head is not supported")
+        raise UnsupportedModelError("use_aux_hidden_state false is not supported in a head")
     _check_fit(layer, target, raw)
     stored = checkpoint.shapes if checkpoint is not None else {}
     draft_vocab = positive(raw, "draft_vocab_size", layer.vocab_size)
@@ -72,7 +72,7 @@ def _head_shape(
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    """That of the layer: `LlamaForCausalLMEagle3` and `EagleLlamaModel` have layers like Llama's."""
+    """The layer's architecture: `LlamaForCausalLMEagle3` and `EagleLlamaModel` have layers like Llama's."""
     names = raw.get("architectures") or []
     name = str(names[0]) if isinstance(names, list) and names else ""
     for word in _NAMES_OF_EAGLE:

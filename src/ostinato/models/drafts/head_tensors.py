@@ -1,4 +1,4 @@
-"""What checkpoints call the weights of a head, and how they come into it."""
+"""The names of a head's weights in checkpoints, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .eagle3 import Eagle3Head
 from .head import Head
 
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = {"eagle": {}, "eagle3": {"layers.0.": "midlayer."}}
-"""Some EAGLE-3 checkpoints number their one layer."""
+"""Some EAGLE-3 checkpoints number their only layer."""
 _LAYER = {"eagle": "layers.0", "eagle3": "midlayer"}
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 _NOT_NEEDED = ("t2d", "d2t")
-"""The way back, and the way there of a head that has the target's tokens."""
+"""t2d maps the other way; d2t is not needed by a head whose tokens are the target's."""
 
 
 def head_tensors(head: Head) -> dict[str, Tensor]:
-    """Every weight of a head under its checkpoint name, as a view of what holds it."""
+    """Every weight of a head under its checkpoint name, as a view of the parameter that holds it."""
     views: dict[str, Tensor] = {}
     for module_name, module in head.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
@@ -40,7 +40,7 @@ def head_tensors(head: Head) -> dict[str, Tensor]:
 
 
 def check_head(head: Head, checkpoint: Checkpoint) -> None:
-    """Whether all that the head needs is there, and nothing that it has no place for."""
+    """Raises WeightsError unless the checkpoint has everything that the head needs, and nothing unknown."""
     wanted = head_tensors(head)
     check_tensors(wanted, checkpoint)
     for name in checkpoint.shapes.keys() - wanted.keys():
@@ -53,7 +53,7 @@ def check_head(head: Head, checkpoint: Checkpoint) -> None:
 
 
 def check_tensors(wanted: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Whether these are in the checkpoint, in their shapes."""
+    """Raises WeightsError unless these are in the checkpoint, with their shapes."""
     stored, place = checkpoint.shapes, checkpoint.directory
     if missing := sorted(wanted.keys() - stored.keys()):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
@@ -69,7 +69,7 @@ def check_tensors(wanted: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
 
 
 def fill(head: Head, checkpoint: Checkpoint) -> None:
-    """Copy a checkpoint that `check_head` has seen into a head, in place."""
+    """Copy a checkpoint that `check_head` has accepted into a head, in place."""
     wanted = head_tensors(head)
     for name, tensor in checkpoint.tensors(next(head.parameters()).device):
         if name in wanted:
@@ -77,7 +77,7 @@ def fill(head: Head, checkpoint: Checkpoint) -> None:
 
 
 def make_up(head: Head, seed: int) -> None:
-    """Weights that depend only on `seed`, their names and the kind of device."""
+    """Fill in random weights that depend only on `seed`, their names and the kind of device."""
     norms = {
         f"{name}.weight"
         for module_name, module in head.named_modules()

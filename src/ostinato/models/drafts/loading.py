@@ -1,4 +1,5 @@
-"""A draft in two acts: what it is and whether it fits, before anything is allocated; then its weights."""
+"""Loads a draft in two steps: what it is and whether it fits, before anything is allocated; then its
+weights."""
 
 from __future__ import annotations
 
@@ -31,23 +32,23 @@ _NOWHERE = torch.device("meta")
 
 @dataclass(frozen=True)
 class FoundDraft:
-    """A draft that fits its target; nothing of it is in memory."""
+    """A draft that fits its target; not yet in memory."""
 
     method: str
     directory: Path
     layers: ModelConfig
-    """What attention has to know, and the KV cache."""
+    """What attention and the KV cache need to know."""
     head: HeadShape | None = None
-    """None: it is a whole model."""
+    """None: it is a complete model."""
     checkpoint: Checkpoint | None = None
-    """None: its weights are made up."""
+    """None: its weights are random."""
 
     def load(
         self, target: Transformer, *, max_positions: int, seed: int = 0, allocate: Allocate | None = None
     ) -> Draft:
-        """Its weights beside those of the target, in the same type.
+        """Load its weights next to the target's, in the same dtype.
 
-        `max_positions` bounds its rotary table; `allocate` gives memory for the weights.
+        `max_positions` bounds its rotary table; `allocate` allocates the weights.
         """
         weight = target.embed_tokens.weight
         if self.head is None:
@@ -74,9 +75,9 @@ class FoundDraft:
 
 
 def find_draft(method: str, directory: Path, target: ModelConfig, *, made_up: bool = False) -> FoundDraft:
-    """The draft in `directory` for this target; ModelError says what does not fit, or is missing.
+    """The draft in `directory` for this target. Raises ModelError that says what does not fit, or is missing.
 
-    `made_up`: its weights are not to be read, a config.json will do.
+    `made_up`: use random weights; only a config.json is needed.
     """
     if not target.has_lm_head:
         raise ModelError(
@@ -109,7 +110,7 @@ def _whole_model(directory: Path, target: ModelConfig, checkpoint: Checkpoint | 
 
 
 def _without_copies(shape: HeadShape, target: TargetParts, checkpoint: Checkpoint | None) -> HeadShape:
-    """Published heads often bring the target's own table of tokens: one is enough."""
+    """Use the target's embeddings and output layer if the head's are copies of them, as is common."""
     if checkpoint is None:
         return shape
 
@@ -125,7 +126,7 @@ def _without_copies(shape: HeadShape, target: TargetParts, checkpoint: Checkpoin
 
 
 def _named(allocate: Allocate | None) -> Allocate | None:
-    """Who allocates, told names that no weight of the target has."""
+    """The allocator, but with names that no weight of the target has."""
     if allocate is None:
         return None
 

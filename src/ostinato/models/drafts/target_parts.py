@@ -1,4 +1,4 @@
-"""What a head borrows of its target: the table of tokens, and the output layer."""
+"""What a head borrows from its target: the embeddings and the output layer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..transformer import Transformer
 
 @dataclass(frozen=True, eq=False)
 class TargetParts:
-    """Not modules of the head: whoever walks through its weights does not come upon the target's."""
+    """Held outside of the head's modules, so that iterating over its weights does not reach the target's."""
 
     embed_tokens: Embedding
     lm_head: Linear | Embedding
 
     @classmethod
     def of(cls, target: Transformer) -> TargetParts:
-        """Those of a model that generates."""
+        """The parts of a model that generates."""
         return cls(target.embed_tokens, target.lm_head or target.embed_tokens)

@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary as a draft: it needs no features, only tokens."""
+"""A smaller model with the same vocabulary as a draft: it needs only tokens, no features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .draft import Draft, DraftStates
 
 
 class WholeModel(Draft):
-    """Any model, next token by next token."""
+    """Any model, run token by token."""
 
     name = "draft_model"
     slot_offset = 0

@@ -1,6 +1,6 @@
-"""The model families that run, one file each: what its layers are like, and what files call its tensors.
+"""The supported model families, one file each: what their layers are like, and how files name their tensors.
 
-To add one: a file here with a `Family`, and its name in this list.
+To add one: add a file with a `Family` here, and its name to this list.
 """
 
 from .family import Family
@@ -15,4 +15,4 @@ BY_ARCHITECTURE: dict[str, Family] = {
     family.architectures[kind]: family for kind in (0, 1, 2) for family in FAMILIES
 }
 """By the values of `architectures` in a `config.json` that the engine runs (`...Model` only embeds,
-`...ForSequenceClassification` judges as well)."""
+`...ForSequenceClassification` also classifies)."""

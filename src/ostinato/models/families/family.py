@@ -1,4 +1,4 @@
-"""What a model family is to the engine: data, and how its layers follow from a `config.json`."""
+"""What the engine needs to know about a model family: data, and how layers follow from a `config.json`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ class Family:
     """What an architecture's name implies and its `config.json` does not say."""
 
     name: str
-    """`config.json` has it before `ForCausalLM`, `Model` or `ForSequenceClassification`."""
+    """In `config.json`: what precedes `ForCausalLM`, `Model` or `ForSequenceClassification`."""
     layers: Callable[[RawConfig, int], tuple[LayerKind, ...]]
-    """The layers of a model: from its `config.json` and their number."""
+    """The layers of a model, from its `config.json` and their number."""
     default_head_dim: int | None = None
-    """Where `config.json` has none; None: the hidden size divided by the heads."""
+    """Used if `config.json` has none; None: the hidden size divided by the number of heads."""
     tensors: TensorNames = LIKE_LLAMA
-    """What checkpoints call the weights."""
+    """Names of the weights in checkpoints."""
     gguf: str | None = None
-    """`general.architecture` of its GGUF files; None: they are called by another family's name."""
+    """`general.architecture` of its GGUF files; None: they use another family's name."""
     gguf_has_pairs_together: bool = False
     """Whether its GGUF files store the two members of a rotary pair side by side."""
 
     @property
     def architectures(self) -> tuple[str, str, str]:
-        """With an output layer, without, and with one that judges texts."""
+        """With an output layer, without one, and with a classification head."""
         return f"{self.name}ForCausalLM", f"{self.name}Model", f"{self.name}ForSequenceClassification"

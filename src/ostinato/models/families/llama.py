@@ -1,4 +1,4 @@
-"""Llama, and what calls itself so: SmolLM2, for one. Biases where `config.json` asks for them."""
+"""Llama and models with its name, such as SmolLM2. Biases if `config.json` says so."""
 
 from ..layer_kind import LayerKind
 from .family import Family, RawConfig

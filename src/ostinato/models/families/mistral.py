@@ -1,4 +1,4 @@
-"""Mistral: no biases, and a window in every layer where there is one. GGUF files call it llama."""
+"""Mistral: no biases, and the same window, if any, in every layer. GGUF files call it llama."""
 
 from ..layer_kind import LayerKind
 from .family import Family, RawConfig

@@ -1,4 +1,4 @@
-"""Qwen3: heads are normalised; biases around attention where `config.json` asks for them."""
+"""Qwen3: heads are normalised; biases around attention if `config.json` says so."""
 
 from ..layer_kind import LayerKind
 from .family import Family, RawConfig

@@ -1,4 +1,4 @@
-"""What a checkpoint calls the weights of a model."""
+"""The names of a model's weights in checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ class TensorNames:
     """Names in safetensors files, by the names of our modules."""
 
     top: Mapping[str, str]
-    """Of modules outside layers."""
+    """Of modules outside of layers."""
     layers: str
-    """What stands before the number of a layer."""
+    """What precedes the number of a layer."""
     in_layer: Mapping[str, tuple[str, ...]]
     """Of a layer's modules; a fused one has the names of its parts, in the order in which they lie in it."""
 

@@ -9,7 +9,7 @@ from ..errors import UnsupportedModelError
 Windows = tuple[int | None, ...]
 
 _USUAL = 4096
-"""What transformers takes a window for of which a `config.json` says nothing; null is none."""
+"""The window that transformers uses if `config.json` does not mention one; null means none."""
 
 
 def in_every_layer(raw: Mapping[str, Any], num_layers: int) -> Windows:
@@ -18,8 +18,8 @@ def in_every_layer(raw: Mapping[str, Any], num_layers: int) -> Windows:
 
 
 def on_request(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    """The same where `use_sliding_window` asks for it: in the layers that `layer_types` lists, or in those
-    from `max_window_layers` on."""
+    """The same if `use_sliding_window` is set: in the layers that `layer_types` lists, or in those from
+    `max_window_layers` on."""
     window = _window(raw) if raw.get("use_sliding_window") else None
     if window is None:
         return (None,) * num_layers

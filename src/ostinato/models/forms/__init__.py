@@ -1,7 +1,7 @@
-"""The forms of a step: how the steps of a layer are joined, chosen by the number of tokens.
+"""The forms of a step: how the operations of a layer are joined, chosen by the number of tokens.
 
-`few`: norms and sums are parts of the linear layers. `scaled`: a layer adds to what came in and leaves half
-of the next norm to the one behind it. `general`: norms are steps of their own; runs anything.
+`few`: norms and sums are parts of the linear layers. `scaled`: a layer adds to its input and leaves half of
+the next norm to the following layer. `general`: norms are operations of their own; runs anything.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from .scaled import Scaled
 
 
 def form_of(step: Step, adapters: Adapters | None = None) -> Form[Any]:
-    """The form that a step should run in: the first that can, and should."""
+    """The form in which a step should run: the first that can, and is meant for it."""
     reasons = []
     for form in (Few(adapters), Scaled(adapters), General(adapters)):
         reason = form.why_not(step)

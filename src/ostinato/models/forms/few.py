@@ -14,13 +14,13 @@ from .form import Form, Step
 
 @dataclass(frozen=True, eq=False)
 class Few(Form[Tensor]):
-    """Rows are what they are. Products never leave their kernels before gate and sum: adapters add there."""
+    """Rows are plain hidden states. Kernels store products only after gate and sum: adapters add inside."""
 
     adapters: Adapters | None = None
 
     name = "few"
     keeps_input = True
-    # Results written to what all multiprocessors have just read cost 2.5% of a step of one token.
+    # Writing results to memory that all multiprocessors have just read costs 2.5% of a step of one token.
     keeps_projected = True
 
     def why_not(self, step: Step) -> str | None:
@@ -28,7 +28,7 @@ class Few(Form[Tensor]):
         if step.formats != {PLAIN}:
             return f"its kernels take plain weights, not {', '.join(sorted(step.formats))}"
         if not few_tokens.are_the_choice(step.shapes, step.num_tokens, step.dtype, step.device):
-            return "fused kernels are not the choice for all matrices of a layer"
+            return "fused kernels are not chosen for all matrices of a layer"
         return None
 
     def begin(self, x: Tensor, norm: RMSNorm) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a form of a step is: the steps of a layer, joined in one way."""
+"""A form of a step: the operations of a layer, joined in one way."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,57 +15,58 @@ from ..mixing import Mix
 from ..taps import Taps
 
 Rows = TypeVar("Rows")
-"""What is on its way through the layers: rows [T, H], and what a form keeps beside them."""
+"""What passes through the layers: rows [T, H], and what a form keeps with them."""
 
 
 class FormError(ValueError):
-    """Layers that no form can run; the text says why each cannot."""
+    """No form can run these layers; the message says why for each."""
 
 
 class Step(NamedTuple):
-    """What decides on the form of a step."""
+    """What determines the form of a step."""
 
     num_tokens: int
     shapes: tuple[MatrixShape, ...]
     """The matrices of a layer."""
     formats: frozenset[str]
-    """How these are stored."""
+    """How they are stored."""
     dtype: torch.dtype
     device: torch.device
 
 
 class Rest(NamedTuple):
-    """How the last layer goes on behind its QKV projection where only some of the tokens matter."""
+    """How the last layer continues after its QKV projection if only some of the tokens matter."""
 
     form: "Form[Any]"
-    """Of a step of so many tokens."""
+    """The form for that number of tokens."""
     places: Tensor
-    """Integers [R]: where these are among all tokens."""
+    """Integers [R]: where they are among all tokens."""
     mix: Mix
-    """From the rows of all tokens to attention [R, Hq, D] of these."""
+    """From the rows of all tokens to attention [R, Hq, D] of these tokens."""
 
 
 class Form(ABC, Generic[Rows]):
-    """One way through the layers. In its methods `rows` is what came in so far, as the form keeps it."""
+    """One way through the layers. In its methods `rows` is the residual stream so far, as the form keeps
+    it."""
 
     name: ClassVar[str]
     keeps_input: ClassVar[bool]
-    """Whether what came in is the same afterwards, also on a GPU."""
+    """Whether the input is unchanged afterwards, also on a GPU."""
     keeps_projected: ClassVar[bool] = False
-    """Whether rows of the QKV projection stay to the end of a layer, so that its other results come to lie
+    """Whether rows of the QKV projection are kept until the end of a layer, so that its other results lie
     elsewhere."""
 
     @abstractmethod
     def why_not(self, step: Step) -> str | None:
-        """Why a step cannot, or should not, run so; None: it can."""
+        """Why a step cannot, or should not, run in this form; None: it can."""
 
     @abstractmethod
     def begin(self, x: Tensor, norm: RMSNorm) -> Rows:
-        """From hidden states [T, H], which `norm` is the first to read."""
+        """From hidden states [T, H]; `norm` is the first to read them."""
 
     @abstractmethod
     def normed(self, rows: Rows, norm: RMSNorm) -> Rows:
-        """Ready for `project` behind this norm; where that does the norm itself, nothing happens here."""
+        """Ready for `project` after this norm; does nothing if `project` computes the norm itself."""
 
     @abstractmethod
     def project(self, rows: Rows, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> Tensor:
@@ -73,15 +74,15 @@ class Form(ABC, Generic[Rows]):
 
     @abstractmethod
     def add(self, rows: Rows, linear: Linear, x: Tensor, next_norm: RMSNorm) -> Rows:
-        """`rows + linear(x)`; `next_norm` is who reads it."""
+        """`rows + linear(x)`; `next_norm` is the norm that reads it."""
 
     @abstractmethod
     def stream(self, rows: Rows) -> Tensor:
-        """What came in so far, as one tensor [T, H]; on a GPU good until the next `add`."""
+        """The residual stream so far, as one tensor [T, H]; on a GPU valid until the next `add`."""
 
     @abstractmethod
     def end(self, rows: Rows, norm: RMSNorm) -> Tensor:
-        """To normalised hidden states [T, H]."""
+        """The normalised hidden states [T, H]."""
 
     def through(
         self,
@@ -92,8 +93,8 @@ class Form(ABC, Generic[Rows]):
         taps: Taps | None = None,
         rest: Rest | None = None,
     ) -> Tensor:
-        """Hidden states [T, H] through layers to normalised ones; `taps` get what they want on the way. With
-        a `rest` those of its tokens alone, [R, H]."""
+        """Hidden states [T, H] through layers to normalised ones; `taps` take their features on the way. With
+        a `rest`, only those of its tokens, [R, H]."""
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), norm]
         rows = self.begin(x, layers[0].input_layernorm)
         for layer, next_norm in zip(layers, next_norms, strict=True):
@@ -109,21 +110,21 @@ class Form(ABC, Generic[Rows]):
                 return rest.form.behind_attention(layer, x, mixed, norm)
             mixed = mix(attention, projected).flatten(1)
             if not self.keeps_projected:
-                del projected  # of a long prompt, too large to be kept; so is the next
+                del projected  # too large to keep for a long prompt; so is the next one
             rows = self.add(rows, attention.o_proj, mixed, between)
             del mixed
             rows = self.feed(rows, between, layer.mlp, next_norm)
         return self.end(rows, norm)
 
     def behind_attention(self, layer: Layer, x: Tensor, mixed: Tensor, norm: RMSNorm) -> Tensor:
-        """The rest of a last layer: from what came into it [T, H] and its attention [T, Hq * D] to normalised
-        hidden states, of as many tokens as this form is for."""
+        """The rest of a last layer: from its input [T, H] and its attention [T, Hq * D] to normalised hidden
+        states, for as many tokens as this form is for."""
         between = layer.post_attention_layernorm
         rows = self.add(self.begin(x, between), layer.self_attn.o_proj, mixed, between)
         return self.end(self.feed(rows, between, layer.mlp, norm), norm)
 
     def feed(self, rows: Rows, norm: RMSNorm, mlp: FeedForward, next_norm: RMSNorm) -> Rows:
-        """`rows + mlp(norm(rows))`; `next_norm` is who reads it."""
+        """`rows + mlp(norm(rows))`; `next_norm` is the norm that reads it."""
         rows = self.normed(rows, norm)
         inner = self.project(rows, norm, mlp.gate_up_proj, gated=True)
         return self.add(rows, mlp.down_proj, inner, next_norm)

@@ -1,4 +1,4 @@
-"""The form of any step anywhere: norms are steps of their own, and a sum waits for the norm that reads it."""
+"""The form of any step on any device: norms are separate, and a sum is computed by the norm that reads it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,20 +17,20 @@ from .form import Form, Step
 
 
 class Sum(NamedTuple):
-    """What came in is `rows + added`."""
+    """The residual stream is `rows + added`."""
 
     rows: Tensor
     added: Tensor | None = None
-    """Perhaps in parts, as `products.linear_in_parts` returns it; None: nothing."""
+    """Possibly in parts, as `products.linear_in_parts` returns it; None: nothing."""
     deltas: Deltas | None = None
-    """What adapters are still to add to that."""
+    """What adapters have yet to add to it."""
     normed: Tensor | None = None
-    """What the last norm made of it."""
+    """The result of the last norm."""
 
 
 @dataclass(frozen=True, eq=False)
 class General(Form[Sum]):
-    """Runs everything, adapters included: products leave their kernels as they are."""
+    """Runs everything, adapters included: kernels return plain products."""
 
     adapters: Adapters | None = None
 
@@ -77,7 +77,7 @@ class General(Form[Sum]):
         """As `Form`."""
         if rows.added is None:
             return rows.rows
-        assert rows.deltas is None, "taken behind a norm"
+        assert rows.deltas is None, "taken after a norm"
         return rows.rows + joined(rows.added, rows.rows.dtype)
 
     def end(self, rows: Sum, norm: RMSNorm) -> Tensor:

@@ -1,4 +1,4 @@
-"""The form of dozens of tokens on a Hopper GPU: a layer leaves half of the next norm to the one behind it."""
+"""The form of dozens of tokens on a Hopper GPU: a layer leaves half of the next norm to the following one."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ from .form import Form, Step
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Form[ScaledRows]):
-    """Rows go with what the next norm needs of them.
+    """Rows are kept together with what the next norm needs of them.
 
-    Products leave their kernels gated or added to the rows, and nobody ever has the rows normalised: adapters
-    take them scaled, and add to products before the norm's factor.
+    Kernels return products gated or added to the rows, and the normalised rows never exist: adapters read
+    scaled rows, and add to products before the norm's factor is applied.
     """
 
     adapters: Adapters | None = None
@@ -31,7 +31,7 @@ class Scaled(Form[ScaledRows]):
         if step.formats != {PLAIN}:
             return f"its kernels take plain weights, not {', '.join(sorted(step.formats))}"
         if not scaled_rows.are_the_choice(step.shapes, step.num_tokens, step.dtype, step.device):
-            return "wide kernels are not the choice for all matrices of a layer"
+            return "wide kernels are not chosen for all matrices of a layer"
         return None
 
     def begin(self, x: Tensor, norm: RMSNorm) -> ScaledRows:
@@ -48,7 +48,7 @@ class Scaled(Form[ScaledRows]):
         return scaled_rows.project(rows, linear.matrix, linear.bias, norm.eps, gated=gated, adapted=adapted)
 
     def add(self, rows: ScaledRows, linear: Linear, x: Tensor, next_norm: RMSNorm) -> ScaledRows:
-        """As `Form`; `rows` are gone."""
+        """As `Form`; `rows` are overwritten."""
         adapted = adapted_by(self.adapters, linear.name)
         return scaled_rows.add_projected(rows, x, linear.matrix, linear.bias, next_norm.weight, adapted)
 

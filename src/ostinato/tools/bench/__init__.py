@@ -1,1 +1,1 @@
-"""Benchmarks: each measures through the public `LLM`, checks what came out and returns one plain result."""
+"""Benchmarks: each measures through the public `LLM`, checks the outputs and returns one plain result."""

@@ -1,10 +1,10 @@
-"""Whether a benchmark produced the right tokens: against the same engine without graphs, on a small part.
+"""Checks the tokens of a benchmark against the same engine without graphs, on a small part of its requests.
 
 Note [Near ties]
 Logits of one prompt differ in the last bits between batch shapes, so where two tokens are almost equally
-likely, greedy decoding may take either, and everything behind it differs. Where the tokens of a run differ
-from the reference's, the reference is therefore shown the run's own tokens as a prompt and tells what it
-thinks of each: every one must be its likeliest or within `tolerance` of it in log probability.
+likely, greedy decoding may take either, and all later tokens differ. Where the tokens of a run differ from
+the reference's, the reference therefore gets the run's own tokens as a prompt and computes their
+probabilities: every token must be its most likely one, or within `tolerance` of it in log probability.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .subject import Subject
 from .workload import Workload
 
 REQUESTS, STEPS = 4, 16
-"""How much of a run is checked."""
+"""How many requests and tokens of a run are checked."""
 
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_OF_HALVES = 0.25
@@ -41,7 +41,7 @@ def check_tokens(
     subject: Subject, workload: Workload, runs: Sequence[tuple[str, Sequence[Sequence[int]]]]
 ) -> dict[str, Any]:
     """Compare the beginning of each named run of `workload` (or of a batch that begins with its requests)
-    with the engine in mode none; BenchError if a token is wrong."""
+    with the engine in mode none. Raises BenchError if a token is wrong."""
     part = checked_part(workload)
     tell(f"checking {part} against mode none")
     with subject.start_reference(part) as llm:
@@ -49,15 +49,15 @@ def check_tokens(
 
 
 def checked_part(workload: Workload) -> Workload:
-    """The beginning of the workload that is checked."""
+    """The part of the workload that is checked."""
     return workload.first(REQUESTS).shortened(STEPS)
 
 
 def compare_with(
     reference: LLM, subject: Subject, part: Workload, runs: Sequence[tuple[str, Sequence[Sequence[int]]]]
 ) -> dict[str, Any]:
-    """`check_tokens` with a reference that is up already, over a `checked_part`; it needs room for one token
-    more than that."""
+    """`check_tokens` with a running reference, over a `checked_part`; the reference needs room for one more
+    token."""
     expected = Ours(reference).run(part).tokens
     compared = [_compared(reference, subject, part, expected, name, tokens) for name, tokens in runs]
     return {
@@ -90,18 +90,19 @@ def _compared(
         tolerance = _TOLERANCE.get(subject.config.dtype, _TOLERANCE_OF_HALVES)
         if result["largest_gap"] > tolerance:
             raise BenchError(
-                f"{name}: the tokens are wrong. One of them is {result['largest_gap']:.3g} less likely (log "
-                f"probability) than the reference's choice, {tolerance} is allowed in {subject.dtype_name}"
+                f"{name}: the tokens are wrong: one of them is {result['largest_gap']:.3g} less likely (log "
+                f"probability) than the reference's choice; {tolerance} is the limit in {subject.dtype_name}"
             )
     return result
 
 
 def _gap(llm: LLM, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """How much less likely than the likeliest token the worst of `tokens` is, after `prompt`."""
+    """By how much the least likely of `tokens`, after `prompt`, is less likely than the model's own
+    choice."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     [output] = llm.generate([{"prompt_token_ids": [*prompt, *tokens]}], params)
     if output.error is not None or output.prompt_logprobs is None:
-        raise BenchError(f"the reference could not judge the tokens: {output.error}")
+        raise BenchError(f"the reference could not score the tokens: {output.error}")
     gaps = []
     for token, found in zip(tokens, output.prompt_logprobs[len(prompt) :], strict=True):
         assert found is not None

@@ -1,4 +1,4 @@
-"""Engines that serve the same workloads, ours and others', measured in turns."""
+"""Runs the same workloads on several engines, Ostinato and others, in turns."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .subject import Subject
 from .workload import Workload
 
 OURS = "ostinato"
-"""Our own name among the contestants."""
+"""Ostinato's name among the contestants."""
 
 Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A workload served."""
+    """A workload that was served."""
 
     seconds: float
     tokens: list[list[int]]
-    """Per request, in order; as many as were asked for."""
+    """Per request, in order; as many as requested."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -48,11 +48,11 @@ class Contestant(Protocol):
         """Whether it takes part in this workload."""
 
     def run(self, workload: Workload) -> Run:
-        """Serve the workload from beginning to end; BenchError where the outputs are not as asked."""
+        """Serve the whole workload. Raises BenchError if the outputs are not as requested."""
 
 
 Starter = Callable[[], AbstractContextManager[Sequence[Contestant]]]
-"""Starts one engine, which may compete in several ways, and ends it."""
+"""Starts one engine, which may compete in several ways, and stops it."""
 
 
 class Ours:
@@ -90,7 +90,7 @@ def checked(run: Run, workload: Workload, name: str) -> Run:
     if counts != workload.output_lens:
         raise BenchError(
             f"{name} returned {sum(counts)} tokens for {len(counts)} requests, "
-            f"asked were {workload.output_tokens} for {len(workload)}: the figures would mean nothing"
+            f"but {workload.output_tokens} for {len(workload)} were requested: the figures mean nothing"
         )
     return run
 
@@ -106,7 +106,7 @@ def equal_share(left: Run, right: Run) -> float:
 
 
 def ours(subject: Subject, workloads: Sequence[Workload], facts: dict[str, Any]) -> Starter:
-    """Our engine, large enough for these workloads; at its end, `facts` tells about it."""
+    """Our engine, large enough for these workloads; when it stops, it writes its facts into `facts`."""
 
     @contextmanager
     def start() -> Iterator[Sequence[Contestant]]:
@@ -128,8 +128,8 @@ def compete(
 ) -> list[dict[str, list[Measured]]]:
     """Per workload, each contestant's measurements.
 
-    `together`: all engines are up at once and take turns (A B A B), so that a change in the machine's mood
-    meets all of them. Otherwise one engine after the other, each with the whole machine.
+    `together`: all engines run at the same time and take turns (A B A B), so that changes of the machine's
+    speed affect all of them. Otherwise one engine after the other, each with the whole machine.
     """
     found: list[dict[str, list[Measured]]] = [{} for _ in workloads]
     for group in [starters] if together else [[starter] for starter in starters]:

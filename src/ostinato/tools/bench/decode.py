@@ -1,7 +1,7 @@
-"""`ostinato bench decode`: time per output token, and how near it is to what memory allows.
+"""`ostinato bench decode`: time per output token, and how close it is to the limit set by memory.
 
-TPOT = (T(N) - T(1)) / (N - 1), where T(n) is the time of one `generate` call with n tokens per answer: the
-whole engine is in it, prefill is not.
+TPOT = (T(N) - T(1)) / (N - 1), where T(n) is the time of one `generate` call with n tokens per answer: it
+includes the whole engine but not prefill.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def bench_decode(
     starters = [ours(subject, workloads, facts)]
     if peer_name is not None:
         starters.append(peer(peer_name, subject, workloads, versions))
-    # On a GPU every engine takes most of the memory, so they cannot be up together.
+    # On a GPU every engine takes most of the memory, so they cannot run at the same time.
     measured = compete(starters, workloads, decoded, repeats=repeats, together=not subject.on_gpu)
     rate, source = read_rate(subject.config.device)
     result["limit"] = {"tb_per_s": rate / 1e12, "from": source, "of": "weights once + KV at mean context"}
@@ -156,7 +156,7 @@ def _checks(
 
 
 def decode_tables(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
+    """The result as tables."""
     settings = result["settings"]
     model = settings["model"]
     title = f"{model['name']}, {model['dtype']} on {model['device']}, {settings['output_len']} tokens out"

@@ -1,4 +1,4 @@
-"""What an engine tells about itself, for a result: start-up, graphs, memory, steps without a graph."""
+"""Facts about an engine, for a result: startup, graphs, memory, steps without a graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def engine_facts(llm: LLM) -> dict[str, Any]:
-    """As of now; at the end of a benchmark the steps without a graph are those of all its runs."""
+    """The present facts; at the end of a benchmark, steps without a graph are those of all its runs."""
     return {
         "startup_s": llm.startup_times(),
         "graphs": graphs_by_kind(llm),

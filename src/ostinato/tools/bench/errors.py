@@ -1,7 +1,7 @@
-"""What the benchmarks raise for their users."""
+"""Errors of benchmarks."""
 
 from ostinato.graphs import OstinatoError
 
 
 class BenchError(OstinatoError, RuntimeError):
-    """A benchmark cannot run as asked, or its outputs are wrong; the text says what to do."""
+    """A benchmark cannot run as requested, or its outputs are wrong; the message says what to do."""

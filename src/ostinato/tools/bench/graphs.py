@@ -1,4 +1,4 @@
-"""`ostinato bench graphs`: what a replay costs, against eager and against torch's own ways to use graphs."""
+"""`ostinato bench graphs`: the cost of a replay, against eager and against torch's own ways to use graphs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from ..timing import device_us, host_us, wall_us
 
 CHAIN_LENGTHS = (50, 500, 2000)
 LONGEST_COMPILED_CHAIN = 500
-"""Inductor fuses a chain into one kernel and takes minutes for longer ones."""
+"""Inductor fuses a chain into one kernel, which takes minutes for longer ones."""
 
 
 CHAIN_WIDTHS = (32, 1024)
@@ -175,7 +175,7 @@ def bench_capture(device: torch.device) -> dict[str, Any]:
 
 
 def bench_graphs(device: torch.device) -> dict[str, Any]:
-    """Everything, as one result."""
+    """All measurements, as one result."""
     with torch.no_grad():
         return {
             "benchmark": "graphs",
@@ -188,7 +188,7 @@ def bench_graphs(device: torch.device) -> dict[str, Any]:
 
 
 def as_tables(result: dict[str, Any]) -> Group:
-    """The result for people."""
+    """The result as tables."""
     chains = Table(title=f"chains of small ops on {result['device']}, microseconds", title_justify="left")
     headings = {
         "ops": "ops",

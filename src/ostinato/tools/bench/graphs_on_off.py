@@ -1,4 +1,4 @@
-"""`ostinato bench graphs-on-off`: what graphs give, the same engine with and without them."""
+"""`ostinato bench graphs-on-off`: the effect of graphs: the same engine with and without them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _row(
 
 
 def graphs_on_off_tables(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
+    """The result as tables."""
     settings = result["settings"]
     model = settings["model"]
     known = any(row["peer_figures"] for row in result["rows"])

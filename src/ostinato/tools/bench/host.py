@@ -1,18 +1,18 @@
-"""`ostinato bench host`: what a steady decode step costs the CPU, and whether the device ever waits for it.
+"""`ostinato bench host`: the CPU cost of a steady decode step, and whether the device ever waits for it.
 
 Note [Steady steps]
-Prompts are short enough to be prefilled in one step, so all but the first steps of a run only decode, new
-pages every 16 tokens included. Each step is timed by itself, from its beginning to that of the next
+Prompts are short enough to be prefilled in one step, so all but the first steps of a run only decode, with a
+new page every 16 tokens. Each step is timed separately, from its beginning to that of the next
 (`StepClock.recording`); a few at both ends are left out. Figures are medians over the steps of all repeats:
-steps, not runs, because the difference of two runs has the noise of two prefills in it. Means are beside
-them.
+over steps, not runs, because the difference of two runs contains the noise of two prefills. Means are
+reported too.
 
 Note [The device's clock]
-The first kernel of a decode step and the last one, which returns its tokens, read the GPU's own clock, and
-the times come back with the tokens. The device was idle from the end of one step to the beginning of the
-next. That costs nothing, so it is measured while the host runs as it always does. The profiler slows the host
-down: its idle time (Note [Idle time] in kernel_timeline), from a run of its own, stands beside it for the
-gaps inside a step, and is too large where its own work makes the device wait.
+The first and the last kernel of a decode step (the last one returns its tokens) read the GPU's own clock, and
+the times arrive with the tokens. The device was idle from the end of one step to the beginning of the next.
+Reading the clock costs nothing, so this is measured in normal operation. The profiler slows the host down:
+its idle time (Note [Idle time] in kernel_timeline), from a separate run, is reported too because it shows
+gaps inside a step; it is too large where the profiler's own work makes the device wait.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .workload import Workload
 PROMPT_LEN = 8
 """512 prompts of this length are one prefill step of 4096 tokens."""
 PROFILED_STEPS = 50
-"""Steps under the profiler."""
+"""Number of steps under the profiler."""
 PARTS = ("schedule", "launch", "wait", "complete", "deliver")
 """The parts of a step, see `LLM.step_times`."""
 
 
 ENDS = 4
-"""Steps left out at either end of a run: there rows join and leave."""
+"""Steps left out at each end of a run, where rows join and leave."""
 
 
-_ON_CPU = "on a CPU the launch is the computation; idle time and launches need a GPU"
+_ON_CPU = "on a CPU the launch is the computation: idle time and launches need a GPU"
 
 
 def bench_host(
@@ -76,7 +76,7 @@ def bench_host(
         batch, length = max(batch_sizes), PROMPT_LEN + output_len + 1
         with speaking.start(batch, length) as llm:
             engine = Ours(llm, detokenize=True)
-            # Before the profiler is used: launches were seen to take longer for the rest of the process.
+            # Before the profiler is used, which was seen to slow down launches for the rest of the process.
             rows = [_by_part(engine, workload, repeats) for workload in workloads]
             if subject.on_gpu:
                 rows = [
@@ -102,7 +102,7 @@ def _by_part(engine: Ours, workload: Workload, repeats: int) -> dict[str, Any]:
     on_device = engine.llm.step_times()
     microseconds = {part: statistics.median(step.parts[part] for step in steps) for part in PARTS}
     means = {part: statistics.fmean(step.parts[part] for step in steps) for part in PARTS}
-    # Of whole steps, so that no step's parts are mixed with another's.
+    # Of whole steps, so that parts of different steps are not mixed.
     busy = statistics.median(1 - step.parts["wait"] / step.microseconds for step in steps)
     return {
         "batch": len(workload),
@@ -129,7 +129,7 @@ def _steady(engine: Ours, workload: Workload) -> list[OneStep]:
 
 
 def _profiled(engine: Ours, workload: Workload) -> tuple[Timeline, Timeline, int]:
-    """Timelines of a run of one token and of a long one, and by how many steps they differ."""
+    """Timelines of a run of one token and of a long run, and by how many steps they differ."""
     llm, longer = engine.llm, workload.shortened(PROFILED_STEPS + 8)
     llm.step_times(reset=True)
     first = timeline_of(lambda: engine.run(workload.shortened(1)))
@@ -175,7 +175,7 @@ def _launches_of_ends(engine: Ours, workloads: Sequence[Workload]) -> list[dict[
 
 
 def host_tables(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
+    """The result as tables."""
     model = result["settings"]["model"]
     headings = ["batch", "step", *PARTS, "schedule+launch", "host busy", "output tokens/s", "device idle"]
     rows = [
@@ -208,6 +208,8 @@ def host_tables(result: Mapping[str, Any]) -> RenderableType:
         ]
         tables.append(make_table("under the profiler, and launches per step", headings, rows))
     else:
-        why = "the profiler saw nothing: it may need more rights" if model["device"] == "cuda" else _ON_CPU
+        why = (
+            "the profiler saw nothing: it may need more permissions" if model["device"] == "cuda" else _ON_CPU
+        )
         tables.append(why)
     return Group(*tables)

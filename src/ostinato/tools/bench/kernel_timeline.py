@@ -1,14 +1,14 @@
-"""What the GPU did while something ran, from the profiler's trace: launches, and time without work.
+"""The GPU's activity while something ran, from the profiler's trace: launches, and time without work.
 
 Note [Idle time]
-The trace has one event per kernel and copy on the device, with the number (`correlation`) of the call on the
-host that launched it; all kernels of a graph carry the number of its one launch. Over a window from the
-start of the first to the end of the last event, the time in which no event runs is idle. It is `inside`
-where the events before and after the gap come from one launch: the device goes from node to node of a graph,
-nobody is waited for. It is `between` where the event behind the gap comes from another launch than the one
-before it. Of that, it is `waiting` up to the end of the call that launched the event behind the gap: only
-then did the device have nothing to do because of the host. The rest is what the device itself takes from one
-launch to the next, as from node to node. A call that the trace does not have counts as late.
+The trace has one event per kernel and copy on the device, with the number (`correlation`) of the host call
+that launched it; all kernels of a graph have the number of its one launch. In a window from the start of the
+first to the end of the last event, time in which no event runs is idle. It is `inside` if the events before
+and after the gap come from one launch: the device goes from node to node of a graph and waits for nothing
+else. It is `between` if they come from different launches. Of that, it is `waiting` until the end of the call
+that launched the event after the gap: only until then did the device have nothing to do because of the host.
+The rest is the device's own time from one launch to the next, as from node to node. A call that is missing
+from the trace counts as late.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ class DeviceEvent:
 
 @dataclass(frozen=True)
 class Idle:
-    """How a window of the device's time was spent, in microseconds; see Note [Idle time]."""
+    """How the device spent a window of time, in microseconds; see Note [Idle time]."""
 
     window: float
     inside: float
     between: float
     waiting: float
-    """Of `between`, for the host."""
+    """The part of `between` in which it waited for the host."""
 
     @property
     def share(self) -> float:
-        """Share of the window without work."""
+        """Fraction of the window without work."""
         return (self.inside + self.between) / self.window
 
     @property
     def share_between(self) -> float:
-        """Share of the window without work, between launches."""
+        """Fraction of the window without work, between launches."""
         return self.between / self.window
 
     @property
     def share_waiting(self) -> float:
-        """Share of the window in which the device waited for the host."""
+        """Fraction of the window in which the device waited for the host."""
         return self.waiting / self.window
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The device's events in the order of their start, and the launches of the host by kind."""
+    """The device's events in order of start, and the host's launches by kind."""
 
     events: tuple[DeviceEvent, ...]
     launches: Mapping[str, int]
-    """How often the host launched a `graph`, a `kernel`, a `copy` (memset included)."""
+    """How often the host launched a `graph`, a `kernel`, a `copy` (including memset)."""
     launched_at: Mapping[int, float] = field(default_factory=dict)
-    """When the call of each launch was over, by the launch's number."""
+    """When the call of each launch ended, by the launch's number."""
 
     @classmethod
     def of_trace(cls, trace: Iterable[Mapping[str, Any]]) -> Timeline:
@@ -91,7 +91,7 @@ class Timeline:
 
     @property
     def num_launches(self) -> int:
-        """Launches that put work on the device."""
+        """Number of launches that gave the device work."""
         return len({event.launch for event in self.events})
 
     def last_launches(self, count: int) -> tuple[DeviceEvent, ...]:
@@ -110,7 +110,7 @@ def _kind_of_launch(name: str) -> str | None:
 
 
 def idle_time(events: Sequence[DeviceEvent], launched_at: Mapping[int, float]) -> Idle:
-    """Idle time over these events, which are in the order of their start; see Note [Idle time]."""
+    """Idle time of these events, in order of start; see Note [Idle time]."""
     inside = between = waiting = 0.0
     busy_until, launch = events[0].end, events[0].launch
     for event in events[1:]:
@@ -127,7 +127,7 @@ def idle_time(events: Sequence[DeviceEvent], launched_at: Mapping[int, float]) -
 
 
 def timeline_of(call: Callable[[], object]) -> Timeline:
-    """Run `call` under the profiler, device activities only: recording host operations would slow it."""
+    """Run `call` under the profiler, device activities only: recording host operations would slow it down."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:

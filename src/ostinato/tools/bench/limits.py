@@ -1,4 +1,4 @@
-"""What memory allows: bytes that a decode step must read, and how fast this machine reads."""
+"""The limit set by memory: bytes that a decode step must read, and how fast this machine reads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ostinato.models.config import ModelConfig
 from ..timing import device_us
 
 KNOWN_READ_RATES = {"NVIDIA H200": 4.5e12}
-"""Best read rates seen, in bytes per second, by the GPU's name (a chain of GEMVs over 15 GB of weights)."""
+"""Best measured read rates, in bytes per second, by the GPU's name (a chain of GEMVs over 15 GB of
+weights)."""
 
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
 def weight_bytes_per_step(shape: ModelConfig, dtype: torch.dtype) -> int:
-    """Weights that one step reads, each once; of an embedding table that is not the output layer too, only
-    a few rows are read, which do not count."""
+    """Weights that one step reads, each once. Of an embedding table that is not the output layer too, only a
+    few rows are read, which are not counted."""
     head = shape.head_dim
     attention = shape.hidden_size * head * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     feed_forward = 3 * shape.hidden_size * shape.intermediate_size
@@ -25,18 +26,18 @@ def weight_bytes_per_step(shape: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def kv_bytes_per_token(shape: ModelConfig, dtype: torch.dtype) -> int:
-    """KV of one position in all layers."""
+    """Bytes of KV of one position in all layers."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
 def step_bytes(shape: ModelConfig, dtype: torch.dtype, batch: int, mean_context: float) -> float:
-    """What a decode step of `batch` requests reads: all weights, and every request's KV."""
+    """Bytes that a decode step of `batch` requests reads: all weights, and every request's KV."""
     kv = batch * mean_context * kv_bytes_per_token(shape, dtype)
     return weight_bytes_per_step(shape, dtype) + kv
 
 
 def read_rate(device: torch.device) -> tuple[float, str]:
-    """Bytes per second, and where the figure is from."""
+    """Bytes per second, and the source of the figure."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if name in KNOWN_READ_RATES:

@@ -1,4 +1,4 @@
-"""A tokenizer for a model that has only a `config.json`, so that output processing has text to make."""
+"""A tokenizer for a model that has only a `config.json`, so that output processing has text to work on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .subject import Subject
 
 @contextmanager
 def with_text(subject: Subject) -> Iterator[tuple[Subject, str]]:
-    """The subject with a tokenizer, and whose it is: its own, or one that spells token ids as words."""
+    """The subject with a tokenizer, and which one: its own, or one that spells token ids as words."""
     if (subject.directory / "tokenizer.json").is_file() or not subject.has_random_weights:
         yield subject, "the model's own"
         return

@@ -1,4 +1,4 @@
-"""Figures of other engines that were measured before, from a results file, to stand beside ours."""
+"""Earlier figures of other engines, from a results file, to compare ours with."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from .errors import BenchError
 
 DEFAULT_FILE = Path("benchmarks/results/peers-h200.json")
-"""Looked for in the current directory, where no file is named."""
+"""Used if no file is named; relative to the current directory."""
 
 
 def peer_figures(file: Path | None) -> Mapping[str, Any]:
-    """The contents of the file; empty where none is named and the default one is not here or was measured on
-    another GPU than this machine's."""
+    """The contents of the file; empty if none is named and the default one is missing or was measured on
+    another kind of GPU than this machine's."""
     if file is None:
         file = DEFAULT_FILE
         if not file.is_file():
@@ -26,13 +26,15 @@ def peer_figures(file: Path | None) -> Mapping[str, Any]:
         found: Mapping[str, Any] = json.loads(file.read_text())
         gpu = found["machine"]["gpu"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{file} is no file of peers' figures: {type(error).__name__}: {error}") from error
+        raise BenchError(
+            f"{file} is not a file of peers' figures: {type(error).__name__}: {error}"
+        ) from error
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return found if gpu == here else {}
 
 
 def decode_figures(figures: Mapping[str, Any], model: str, batch: int, input_len: int) -> dict[str, Any]:
-    """The row of the decode table for this model and batch; empty where there is none."""
+    """The row of the decode table for this model and batch; empty if there is none."""
     if figures.get("decode", {}).get("input_len") != input_len:
         return {}
     for row in figures["decode"]["rows"]:
@@ -42,14 +44,14 @@ def decode_figures(figures: Mapping[str, Any], model: str, batch: int, input_len
 
 
 def throughput_figures(figures: Mapping[str, Any], model: str, num_prompts: int, scale: float) -> Any:
-    """The throughput row for this model and workload; empty where there is none."""
+    """The throughput row for this model and workload; empty if there is none."""
     found = figures.get("throughput", {})
     fits = found.get("model") == model and found.get("num_prompts") == num_prompts and scale == 1.0
     return {key: found[key] for key in ("tokens_per_s", "limit", "target", "stretch")} if fits else {}
 
 
 def startup_figures(figures: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Start-up figures of the peers for this model, and the target; empty where there are none."""
+    """Startup figures of the peers for this model, and the target; empty if there are none."""
     for row in figures.get("startup", []):
         if row["model"] == model:
             return {key: value for key, value in row.items() if key != "model"}
@@ -57,7 +59,7 @@ def startup_figures(figures: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def on_off_figures(figures: Mapping[str, Any], model: str, batch: int) -> dict[str, Any]:
-    """What graphs gave the peer at this model and batch; empty where it is not known."""
+    """The effect of graphs for the peer with this model and batch; empty if unknown."""
     for row in figures.get("graphs_on_off", {}).get("rows", []):
         if row["model"] == model and row["batch"] == batch:
             return {key: value for key, value in row.items() if key not in ("model", "batch")}

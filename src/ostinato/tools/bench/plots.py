@@ -1,4 +1,4 @@
-"""Results as pictures, from their JSON: nothing is measured here."""
+"""Results as plots, from their JSON; measures nothing."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OURS, _OTHERS = "#c8452f", ("#7a8b99", "#4f6d7a", "#a3b1bb", "#2f3e46")
 
 
 def write_plot(result: Mapping[str, Any], file: Path) -> None:
-    """Draw a result into a PNG."""
+    """Plot a result to a PNG."""
     draw = _DRAWINGS.get(result["benchmark"])
     if draw is None:
         raise BenchError(
-            f"there is no picture for a result of {result['benchmark']!r}; there are {', '.join(_DRAWINGS)}"
+            f"results of {result['benchmark']!r} cannot be plotted, only those of {', '.join(_DRAWINGS)}"
         )
     figure = draw(result)
     figure.suptitle(_title(result), fontsize=10)
@@ -38,7 +38,7 @@ def write_plot(result: Mapping[str, Any], file: Path) -> None:
 
 
 def write_plots(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Draw result files into `folder`, each under its own name; the pictures' paths."""
+    """Plot result files into `folder`, each under its own name; returns the plots' paths."""
     pictures = []
     for file in files:
         picture = folder / f"{file.stem}.png"
@@ -48,12 +48,12 @@ def write_plots(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def require_matplotlib() -> None:
-    """BenchError, with what to install, where matplotlib is missing: before measuring, not after."""
+    """Raises BenchError, with what to install, if matplotlib is missing: before measuring, not after."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise BenchError(
-            "pictures need matplotlib, which is not installed: pip install -e '.[plots]' in Ostinato's folder"
+            "plots need matplotlib, which is not installed: pip install -e '.[plots]' in Ostinato's folder"
         ) from error
 
 
@@ -154,7 +154,7 @@ def _prefill(result: Mapping[str, Any]) -> Figure:
         axes, ((True, "one prompt"), (False, "a batch of prompts")), strict=True
     ):
         shown = [row for row in rows if (row["batch"] == 1) == singly]
-        if not shown:  # every batch is one prompt
+        if not shown:  # every batch is a single prompt
             place.set_visible(False)
             continue
         lengths = [row["input_len"] for row in shown]
@@ -190,7 +190,7 @@ def _host(result: Mapping[str, Any]) -> Figure:
     batches = [row["batch"] for row in rows]
     is_on_gpu = rows[0].get("idle_share") is not None
     figure, axes = _axes(2 if is_on_gpu else 1)
-    # On a CPU waiting and computing are the launch: what is left is what the host does.
+    # On a CPU waiting and computing are part of the launch: the rest is the host's work.
     shown = [part for part in PARTS if part != "wait" and (part != "launch" or is_on_gpu)]
     heights = [[row["us"][part] for row in rows] for part in shown]
     axes[0].stackplot(batches, heights, labels=shown, colors=[_PARTS[part] for part in shown])
@@ -250,7 +250,7 @@ def _start_bars(axes: Axes, result: Mapping[str, Any]) -> None:
 
 
 def _phases(started: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds by phase, those of the engine in the place of the engine as a whole."""
+    """Seconds by phase, with the engine's own phases in place of the whole engine."""
     found: dict[str, float] = {}
     for phase, seconds in started["seconds"].items():
         if phase == "engine":

@@ -1,6 +1,7 @@
-"""`ostinato bench prefill`: prompt tokens per second, of one prompt and of a batch of them.
+"""`ostinato bench prefill`: prompt tokens per second, for one prompt and for a batch of prompts.
 
-The time is that of one `generate` call with one token per answer: reading the prompts in, and sampling once.
+The time is that of one `generate` call with one token per answer: it includes reading the prompts and
+sampling once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .subject import Subject
 from .workload import Workload
 
 LONGEST_CHECKED = 4096
-"""Tokens; judging a token needs the logits of its whole prompt, which longer prompts have no memory for."""
+"""In tokens. Checking a token needs the logits of its whole prompt, for which longer prompts lack memory."""
 
 
 def bench_prefill(
@@ -30,7 +31,8 @@ def bench_prefill(
     repeats: int,
     peer_name: str | None = None,
 ) -> dict[str, Any]:
-    """For each length, one prompt and as many as fill `batch_tokens`; with a peer, both and their ratio."""
+    """For each length, one prompt and as many as fill `batch_tokens`; with a peer, both sides and their
+    ratio."""
     vocab = subject.shape.vocab_size
     sizes = [
         (batch, length) for length in input_lens for batch in sorted({1, max(1, batch_tokens // length)})
@@ -87,7 +89,7 @@ def _row(workload: Workload, found: Mapping[str, Sequence[Run]]) -> dict[str, An
 
 
 def prefill_tables(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
+    """The result as tables."""
     model = result["settings"]["model"]
     peers = list(dict.fromkeys(name for row in result["rows"] for name in row["measured_peers"]))
     headings = ["prompts", "tokens each", "ms", "prompt tokens/s"]

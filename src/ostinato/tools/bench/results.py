@@ -14,18 +14,18 @@ from .errors import BenchError
 
 
 def head(benchmark: str, **settings: Any) -> dict[str, Any]:
-    """How every result begins: what was measured, where and when."""
+    """The common beginning of all results: what was measured, where and when."""
     return {"benchmark": benchmark, "machine": machine(), "settings": settings}
 
 
 def write_json(result: Mapping[str, Any], file: Path) -> None:
-    """Write a result, folders included."""
+    """Write a result; creates folders as needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A result that `write_json` wrote."""
+    """Read a result written by `write_json`."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -46,7 +46,7 @@ def make_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[Any]
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it: three significant digits, thousands in groups."""
+    """A value as shown in a table: three significant digits, thousands separated."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -55,5 +55,5 @@ def cell(value: Any) -> str:
 
 
 def share(value: float | None) -> str | None:
-    """A share as per cent."""
+    """A fraction as a percentage."""
     return None if value is None else f"{value:.1%}"

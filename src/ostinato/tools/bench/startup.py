@@ -1,10 +1,10 @@
 """`ostinato bench startup`: from the start of a process to its first token, phase by phase.
 
-Every measurement is a fresh process. Cold: with empty folders for compiled kernels. Warm: the same folders
-again. The difference is the time to compile.
+Every measurement is a fresh process. Cold: with empty folders for compiled kernels. Warm: with the same
+folders again. The difference is the time to compile.
 
-Python's byte code is no part of that: installing a package compiles it. Where the environment forbids to keep
-byte code, as images for one use do, every import would parse all of torch anew. There the modules are
+Python's byte code is not part of that: installing a package compiles it. If the environment forbids storing
+byte code, as in single-use images, every import would parse all of torch again. In that case the modules are
 imported once before anything is measured, with a folder for their byte code.
 """
 
@@ -80,7 +80,7 @@ def bench_startup(
 
 
 def with_byte_code(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """The environment, and where it forbids to keep byte code, one that keeps it in `folder`, filled."""
+    """The environment; if it forbids storing byte code, one that stores it in `folder`, which is filled."""
     kept = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
     if len(kept) == len(environment):
         return kept
@@ -97,14 +97,14 @@ def _start(
     command = [sys.executable, "-m", "ostinato.tools.bench.startup_process", json.dumps(asked)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
-        raise BenchError(f"the measured process ended with code {done.returncode}; its own words are above")
+        raise BenchError(f"the measured process ended with code {done.returncode}: see its output above")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def ladders(config: ResolvedConfig, rungs: Sequence[int]) -> list[dict[str, Any]]:
-    """Engine options that capture `n` decode graphs, and `n` prefill graphs, for each n of `rungs`: spread
-    over the default ladders, the largest among them."""
+    """Engine options that capture `n` decode graphs, and `n` prefill graphs, for each n in `rungs`: spread
+    over the default ladders, always including the largest."""
     decode, prefill = list(config.decode_ladder), list(config.token_ladder)
     found = []
     for count in sorted({min(count, len(decode)) for count in rungs}):
@@ -118,12 +118,12 @@ def ladders(config: ResolvedConfig, rungs: Sequence[int]) -> list[dict[str, Any]
 
 
 def spread(sizes: Sequence[int], count: int) -> list[int]:
-    """`count` of the sizes, evenly spread by rank, the last one always among them."""
+    """`count` of the sizes, spread evenly by rank, always including the last."""
     return [sizes[len(sizes) * (at + 1) // count - 1] for at in range(count)]
 
 
 def startup_tables(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
+    """The result as tables."""
     cold, warm = result["cold"], result["warm"]
     name = result["settings"]["model"]["name"]
     phases = [
@@ -156,6 +156,6 @@ def startup_tables(result: Mapping[str, Any]) -> RenderableType:
 
 
 def graph_mib(started: Mapping[str, Any]) -> float:
-    """MiB that all graphs of an engine take: activations, the libraries' workspaces, the driver's share."""
+    """MiB taken by all graphs of an engine: activations, the libraries' workspaces, the driver's share."""
     memory: Mapping[str, int] = started["memory"]
     return sum(memory[part] for part in ("activations", "workspace", "graphs")) / 2**20

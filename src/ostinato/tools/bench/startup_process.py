@@ -1,4 +1,4 @@
-"""One start of an engine, measured inside a process of its own; prints one JSON line.
+"""One start of an engine, measured in its own process; prints one JSON line.
 
 python -m ostinato.tools.bench.startup_process '{"born": 1234.5, "options": {...}, "ladders": [...]}'
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Measure what was asked for and print it; whatever else is printed goes to standard error."""
+    """Measure what was requested and print it; everything else that is printed goes to standard error."""
     begun = time.time()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -59,7 +59,7 @@ def _one_start(born: float, begun: float, options: dict[str, Any]) -> dict[str, 
 
 
 def _ladder(options: dict[str, Any], ladder: dict[str, Any]) -> dict[str, Any]:
-    """The same start again in this process, warm, with another choice of graphs."""
+    """The same start again in this process, warm, with other graphs."""
     from ostinato.engine.llm import LLM
 
     from .engine_facts import engine_facts

@@ -1,4 +1,4 @@
-"""What is measured: a model with the options of the engine, and how an engine for a workload is started."""
+"""The subject of a measurement: a model with engine options, and how an engine for a workload is started."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ WITHOUT_GRAPHS: Mapping[str, Any] = {
     "cuda_graph_ladder": "auto",
     "batch_invariant": False,
 }
-"""Keywords of `LLM` for an engine without graphs, whatever else was asked about them."""
+"""Keywords of `LLM` for an engine without graphs, whatever other graph options are given."""
 
 _CPU_LENGTH_STEP = 64
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the engine options a user gave; nothing is loaded before `start`."""
+    """A model and the engine options given by a user; nothing is loaded before `start`."""
 
     options: Mapping[str, Any]
-    """Keywords of `LLM`, `model` among them."""
+    """Keywords of `LLM`, including `model`."""
     name: str
     directory: Path
     shape: ModelConfig
     config: ResolvedConfig
-    """What the options come to on this machine."""
+    """The options as resolved on this machine."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Subject:
-        """Find the model. A directory with a `config.json` alone gets random weights."""
+        """Find the model. A directory with only a `config.json` gets random weights."""
         model = options.get("model")
         try:
             directory = locate_model(model)
@@ -67,7 +67,7 @@ class Subject:
 
     @property
     def has_random_weights(self) -> bool:
-        """Whether there is no checkpoint behind it."""
+        """Whether there is no checkpoint."""
         return self.options.get("load_format") == "dummy"
 
     @property
@@ -81,13 +81,13 @@ class Subject:
         return str(self.config.dtype).removeprefix("torch.")
 
     def start(self, batch: int, length: int, **changes: Any) -> LLM:
-        """An engine for `batch` requests of at most `length` tokens, without prefix cache.
+        """An engine for `batch` requests of at most `length` tokens, without a prefix cache.
 
-        What the user gave stays; `changes` win over everything.
+        The user's options are kept; `changes` take precedence over everything.
         """
         fitting: dict[str, Any] = {"enable_prefix_caching": False}
         if not self.on_gpu:
-            # A CPU captures decode graphs by length of context: none longer than needed.
+            # A CPU captures decode graphs by context length: none longer than needed.
             fitting["max_model_len"] = min(
                 -(-length // _CPU_LENGTH_STEP) * _CPU_LENGTH_STEP, self.shape.max_position_embeddings
             )
@@ -101,13 +101,13 @@ class Subject:
         return LLM(options.pop("model", None), **options)
 
     def start_reference(self, workload: Workload) -> LLM:
-        """The same engine without graphs, just large enough for `workload` and one token more."""
+        """The same engine without graphs, just large enough for `workload` and one more token."""
         length = workload.longest + 1
         pages = len(workload) * (-(-length // PAGE_SIZE) + 1) + 1
         return self.start(len(workload), length, **WITHOUT_GRAPHS, num_pages=pages)
 
     def described(self) -> dict[str, Any]:
-        """For the head of a result."""
+        """A description for the head of a result."""
         given = {key: value for key, value in self.options.items() if key not in ("model", "load_format")}
         return {
             "name": self.name,

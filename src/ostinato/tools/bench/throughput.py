@@ -69,7 +69,7 @@ def bench_throughput(
 
 
 def throughput_tables(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
+    """The result as tables."""
     settings, mine = result["settings"], result["tokens_per_s"]
     figures = result["peer_figures"]
     rows = [(OURS, mine, None)]

@@ -1,4 +1,4 @@
-"""What is asked of an engine: prompts as random token ids, and how many tokens each must answer with."""
+"""Workloads: prompts as random token ids, and how many tokens each answer must have."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ SHORTEST, LONGEST = 100, 1024
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests handed over at once; greedy, and end-of-sequence tokens do not end them."""
+    """Requests submitted at once; greedy, and not ended by end-of-sequence tokens."""
 
     prompts: tuple[tuple[int, ...], ...]
     output_lens: tuple[int, ...]
 
     @classmethod
     def uniform(cls, batch: int, input_len: int, output_len: int, vocab: int) -> Workload:
-        """All of one length. Prompt i is the same in every batch, so one reference serves them all."""
+        """Requests of equal length. Prompt i is the same in every batch, so one reference serves them all."""
         prompts = tuple(_random_ids(random.Random(i), input_len, vocab) for i in range(batch))
         return cls(prompts, (output_len,) * batch)
 
     @classmethod
     def mixed(cls, num_prompts: int, vocab: int, scale: float = 1.0) -> Workload:
-        """Input and output lengths uniform in 100..1024, times `scale`; always the same draw."""
+        """Input and output lengths uniform in 100..1024, times `scale`; always the same lengths."""
         draw = random.Random(0)
         inputs = [draw.randint(SHORTEST, LONGEST) for _ in range(num_prompts)]
         outputs = [draw.randint(SHORTEST, LONGEST) for _ in range(num_prompts)]
@@ -61,7 +61,7 @@ class Workload:
         return Workload(self.prompts[:count], self.output_lens[:count])
 
     def single(self, index: int) -> Workload:
-        """One of the requests alone."""
+        """One of the requests by itself."""
         return Workload((self.prompts[index],), (self.output_lens[index],))
 
 

@@ -1,1 +1,1 @@
-"""Finding the kernels of linear layers for a GPU and a model by measurement."""
+"""Finds the kernels of linear layers for a GPU and a model by measuring."""

@@ -1,7 +1,7 @@
-"""The tiles that a matrix tries at a number of tokens.
+"""The tiles to try for a matrix at a number of tokens.
 
-First a few of every kind, then what differs from the best of them in one respect: trying all combinations
-would take an hour of compiling.
+First a few of every kind, then those that differ from the best of them in one respect: trying all
+combinations would take an hour of compiling.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from ostinato.kernels.linear.tiles import (
     WideTile,
 )
 
-# Tokens, rows, columns at a time and warps of a skinny program, by the most tokens of a step.
+# Tokens, rows, columns at a time and warps of a skinny program, by the largest number of tokens of a step.
 _SKINNY = {
     16: [(16, 64, 128, 4), (16, 64, 64, 4), (16, 32, 256, 4), (16, 32, 128, 4), (16, 128, 64, 8)],
     32: [(32, 64, 128, 4), (32, 64, 64, 4), (32, 32, 128, 4), (32, 128, 64, 8)],
@@ -42,17 +42,17 @@ _SKINNY_OF_MANY = [
     *((64, 64, 128, 4), (64, 64, 64, 4), (64, 32, 128, 4), (64, 128, 64, 8)),
     *((128, 64, 64, 8), (128, 64, 128, 8), (128, 128, 64, 8), (128, 32, 64, 4)),
 ]
-# Counts of programs and warps are those of a GPU with so many multiprocessors.
+# Counts of programs and warps are for a GPU with this many multiprocessors.
 _MULTIPROCESSORS = 132
 _FEWEST_PROGRAMS, _MOST_PROGRAMS = 96, 640
 _FRAGMENTS_REGISTERS = {8: 88, 16: 128}
-"""By the tokens that it is compiled for."""
+"""By the number of tokens that it is compiled for."""
 _STREAMED_WARPS = range(3, 17)
-"""Of a program of `streamed`."""
+"""Warps of a program of `streamed`."""
 _FEWEST_STREAMED_WARPS, _MOST_STREAMED_PROGRAMS = 1024, 1024
-"""Of all programs together: so many must be on their way to keep the memory busy."""
+"""Over all programs: this many must be under way to keep the memory busy."""
 _COLUMNS_FOR_256_ROWS = 4096
-"""At least: matrices of smaller models would have too few such programs."""
+"""Minimum: matrices of smaller models would have too few such programs."""
 _FEW_ROWS, _FEWEST_PROGRAMS_OF_FEW_ROWS = 4096, 60
 _FEW_TOKEN_BYTES = 32 << 10
 
@@ -62,7 +62,7 @@ def _on(gpu: Gpu, count: int) -> int:
 
 
 def fused_tiles(shape: MatrixShape, num_tokens: int, *, cuda: bool, gpu: Gpu) -> list[Tile]:
-    """Of kernels with norm, gate and residual inside; `cuda`: whether those in CUDA C++ run here."""
+    """Tiles of kernels with norm, gate and residual inside; `cuda`: whether those in CUDA C++ run here."""
     tiles: list[Tile] = []
     if num_tokens == 1:
         tiles += [
@@ -92,7 +92,7 @@ def _fragments_tiles(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> Iterator[
     for rows, slices in itertools.product((8, 16, 24, 32, 48, 64), (1, 2, 4)):
         tile = FragmentsTile(rows, slices, num_warps=8, held=0, registers=_FRAGMENTS_REGISTERS[tokens])
         programs = shape.out_features // rows * slices
-        # Two kernels should find room at a time: the next one fetches its weights while this one computes.
+        # There should be room for two kernels: the next one fetches its weights while this one computes.
         if (
             tile.fits(shape)
             and programs >= _on(gpu, _FEWEST_PROGRAMS)
@@ -123,7 +123,7 @@ def _in_all_depths(tile: StreamedTile, shape: MatrixShape, tokens: int, gpu: Gpu
 
 
 def wide_tiles(shape: MatrixShape, num_tokens: int, *, gpu: Gpu) -> list[Tile]:
-    """Of `wide`, with as many slots as there is room for."""
+    """Tiles of `wide`, with as many slots as there is room for."""
     programs = {
         tile: shape.out_features // tile.rows * tile.slices
         for tile in _shallow_wide_tiles(shape, num_tokens)
@@ -131,7 +131,7 @@ def wide_tiles(shape: MatrixShape, num_tokens: int, *, gpu: Gpu) -> list[Tile]:
     }
     has_few_rows = shape.out_features <= _FEW_ROWS
     fewest = _on(gpu, _FEWEST_PROGRAMS_OF_FEW_ROWS if has_few_rows else _FEWEST_PROGRAMS)
-    # The largest matrices have more programs than that in any case.
+    # The largest matrices have more programs than that anyway.
     most = max(2 * gpu.multiprocessors, min(programs.values(), default=0))
     tiles: dict[Tile, None] = {}
     for tile, count in programs.items():
@@ -148,7 +148,7 @@ def wide_tiles(shape: MatrixShape, num_tokens: int, *, gpu: Gpu) -> list[Tile]:
 
 
 def _shallow_wide_tiles(shape: MatrixShape, num_tokens: int) -> Iterator[WideTile]:
-    """With the fewest slots; not all of them fit."""
+    """Tiles with the fewest slots; not all of them fit."""
     tokens = next(width for width in WIDTHS if num_tokens <= width)
     all_rows = (64, 128, 256) if shape.in_features >= _COLUMNS_FOR_256_ROWS else (64, 128)
     for rows, slices, columns in itertools.product(all_rows, (1, 2, 4, 8), (128, 64)):
@@ -156,12 +156,12 @@ def _shallow_wide_tiles(shape: MatrixShape, num_tokens: int) -> Iterator[WideTil
 
 
 def separate_tiles(shape: MatrixShape, num_tokens: int, *, in_parts: bool, gpu: Gpu) -> list[Tile]:
-    """Of kernels that multiply and nothing else; `in_parts`: whether parts of the result are welcome."""
+    """Tiles of kernels that only multiply; `in_parts`: whether the result may be returned in parts."""
     return [Library(), *_skinny_tiles(shape, num_tokens, in_parts, gpu)]
 
 
 def refined(tile: Tile, shape: MatrixShape, gpu: Gpu) -> list[Tile]:
-    """What may be better still: other depths."""
+    """Tiles that may be better still: other depths."""
     others: list[Tile | None] = []
     if isinstance(tile, StreamedTile):
         tokens = next(tokens for tokens, count in STREAMED_REGISTERS.items() if count == tile.registers)
@@ -179,7 +179,7 @@ def refined(tile: Tile, shape: MatrixShape, gpu: Gpu) -> list[Tile]:
 
 
 def _with_few_tokens(tile: WideTile, shape: MatrixShape, most_bytes: int) -> WideTile | None:
-    """More slots for weights, which come from further away."""
+    """With more slots for weights, which come from further away."""
     token_slots = max(2, -(-_FEW_TOKEN_BYTES // (tile.tokens * tile.columns * 2)))
     if token_slots >= tile.token_slots:
         return None
@@ -207,7 +207,7 @@ def _skinny_tiles(shape: MatrixShape, num_tokens: int, in_parts: bool, gpu: Gpu)
                 fitting.append(parts)
         if not fitting and blocks > most:
             fitting = [1]
-        # One program a processor, or two.
+        # One program per processor, or two.
         for parts in fitting[:2]:
             tile = SkinnyTile(tokens, rows, block, num_warps, 1, parts)
             deep = skinny_with_most_stages(tile, shape, num_tokens, gpu)

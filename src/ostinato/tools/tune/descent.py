@@ -1,4 +1,4 @@
-"""The kernels of a model's matrices at one number of tokens, each tried while the others stay as they are.
+"""Finds the kernels of a model's matrices at one number of tokens, varying one while the others stay fixed.
 
 A kernel is timed where it will run: between its neighbours, in a captured graph of whole layers, because what
 one leaves free decides how early the next can start.
@@ -36,11 +36,11 @@ from .candidates import fused_tiles, refined, separate_tiles, wide_tiles
 LAYERS = 8
 CONTEXT = 192
 KEPT = 0.995
-"""A tile must bring the time below this share of it: each tile more is compiled at every start."""
+"""A tile must bring the time below this fraction of it: every further tile is compiled at every start."""
 FEWEST_WIDE_TOKENS = 9
-"""With fewer, half of the smallest tile would be empty."""
+"""With fewer tokens, half of the smallest tile would be empty."""
 SEPARATE = (SkinnyTile, PromptTile, Library)
-"""Kernels that multiply, between others that do the rest. Not `wide`: it was measured among them as well,
+"""Kernels that only multiply, between others that do the rest. Not `wide`: it was measured among them too,
 and was not better there than in its own form."""
 
 Tiles = dict[MatrixShape, Tile]
@@ -52,11 +52,11 @@ class Form(NamedTuple):
     """One way to run some matrices together."""
 
     kinds: tuple[type[Tile], ...]
-    """What it can run them with."""
+    """Kinds of tiles that it can use."""
     candidates: Mapping[MatrixShape, list[Tile]]
 
     def beside(self, present: Tiles) -> Form:
-        """The same, and what is the choice at present tried too, where it is of this form."""
+        """The same form, also trying the present choice if it is of this form."""
         return Form(
             self.kinds,
             {
@@ -68,26 +68,26 @@ class Form(NamedTuple):
 
 @dataclass
 class Descent:
-    """Matrices that run together, and what was found for them."""
+    """Matrices that run together, and the results for them."""
 
     run: Callable[[], Any]
     tiles: Tiles
-    """At first where to start from, in the end the best."""
+    """The starting point at first, the best tiles in the end."""
     us: float = 0.0
-    """The time of one run with these."""
+    """The time of one run with these tiles."""
     tried: Tried = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured at one number of tokens, in microseconds for a layer and for the head."""
+    """Measurements at one number of tokens, in microseconds per layer and for the head."""
 
     num_tokens: int
     tiles: Tiles
     library_us: float
-    """With cuBLAS and our kernels between its products."""
+    """With cuBLAS, and our kernels between its products."""
     before_us: float
-    """With what was the choice before."""
+    """With the previous choice."""
     layer_us: float
     head_before_us: float
     head_us: float
@@ -140,7 +140,7 @@ class Tuner:
         )
 
     def _forms(self, num_tokens: int) -> Iterator[Form]:
-        """Those of a step: see `Transformer.form`."""
+        """The forms of a step: see `Transformer.form`."""
         yield Form(FUSED, {shape: self._fused(shape, num_tokens) for shape in self.shapes})
         if self.has_wide_kernel and FEWEST_WIDE_TOKENS <= num_tokens <= MOST_TOKENS[WideTile]:
             yield Form((WideTile,), {shape: self._wide(shape, num_tokens) for shape in self.shapes})
@@ -160,8 +160,8 @@ class Tuner:
         return wide_tiles(shape, num_tokens, gpu=self.gpu)
 
     def _separate(self, shape: MatrixShape, num_tokens: int) -> list[Tile]:
-        # What the second and the last matrix of a layer give is added to something; attention in CUDA C++
-        # adds parts of what the first gives.
+        # The results of a layer's second and last matrix are added to something; attention in CUDA C++ adds
+        # up parts of the first one's result.
         qkv, o, _, down = self.shapes
         in_parts = shape in (o, down) or (shape == qkv and self.has_cuda_kernels)
         return separate_tiles(shape, num_tokens, in_parts=in_parts, gpu=self.gpu)
@@ -200,7 +200,7 @@ class Tuner:
                 descent.tiles[shape], descent.us = best, times[best]
 
     def us(self, run: Callable[[], Any], tiles: Tiles, num_tokens: int) -> float:
-        """Microseconds of a run with these tiles."""
+        """Microseconds per run with these tiles."""
         with self._running(tiles, num_tokens):
             return graph_us(run, replays=5, rounds=3)
 
@@ -213,7 +213,7 @@ class Tuner:
 
 
 def _together(parts: Iterable[Tried]) -> Tried:
-    """What was tried in each form of a step."""
+    """The results of all forms of a step together."""
     all_tried: Tried = {}
     for tried in parts:
         for shape, times in tried.items():

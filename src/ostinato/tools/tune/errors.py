@@ -1,7 +1,7 @@
-"""What can keep a table from being made."""
+"""Errors of tuning."""
 
 from ostinato.graphs import OstinatoError
 
 
 class TuneError(OstinatoError, ValueError):
-    """Nothing can be measured as asked; the text says why."""
+    """The requested measurement is not possible; the message says why."""

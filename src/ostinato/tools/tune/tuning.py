@@ -1,4 +1,4 @@
-"""`ostinato tune`: from a model to a table of kernels, and what to show and keep of the way."""
+"""`ostinato tune`: from a model to a table of kernels, with a report of the measurements."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .errors import TuneError
 def tune(
     model_name: str | None, tokens: Sequence[int], file: Path | None, note: Callable[[str], None]
 ) -> tuple[Path, dict[str, Any]]:
-    """Measure at each number of tokens and write the table; its file, and the raw result.
+    """Measure at each number of tokens and write the table; returns its file and the raw result.
 
-    What was found for a number of tokens also serves smaller ones down to the previous number in the list.
+    The kernels found for a number of tokens also serve smaller ones, down to the previous number in the list.
     Weights are random.
     """
     if not torch.cuda.is_available():
-        raise TuneError("tune times kernels on an NVIDIA GPU, and torch finds none on this machine")
+        raise TuneError("tune needs an NVIDIA GPU, but torch finds none on this machine")
     device = torch.device("cuda", torch.cuda.current_device())
     file = file or tuned_table(device)
     try:
@@ -53,16 +53,16 @@ def tune(
             f"{found.head_before_us:.1f} -> {found.head_us:.1f} us the head"
         )
         all_found.append(found)
-        # What was found stays, should the rest be interrupted.
+        # Keep what was found, in case the rest is interrupted.
         save_table(filled(table, all_found), file, machine=machine())
     return file, result(directory.resolve().name, all_found)
 
 
 def filled(table: KernelTable, all_found: Sequence[Found]) -> KernelTable:
-    """The table with what was found, each for the tokens from the number before it on."""
+    """The table with the results, each from the number of tokens before it on."""
     first = 1
     for found in all_found:
-        # One token has kernels of its own: what was found for more does not serve it.
+        # One token has its own kernels, which the results for more tokens do not serve.
         first = first if found.num_tokens == 1 else max(first, 2)
         for shape, tile in found.tiles.items():
             table = table.but(shape, Choice(first, found.num_tokens, tile))
@@ -94,19 +94,19 @@ def result(model: str, all_found: Sequence[Found]) -> dict[str, Any]:
 
 
 def matrix_text(shape: MatrixShape) -> str:
-    """A matrix as results name it."""
+    """A matrix's name in results."""
     return f"{shape.out_features} x {shape.in_features}" + (" gated" if shape.gated else "")
 
 
 def kernel_text(tile: Tile) -> str:
-    """A kernel and its tile as results name them."""
+    """A kernel's name, with its tile, in results."""
     entry = as_entry(tile)
     values = ", ".join(f"{name} {value}" for name, value in entry.get("tile", {}).items())
     return f"{entry['kernel']}: {values}" if values else entry["kernel"]
 
 
 def tables(found: dict[str, Any]) -> Group:
-    """What won, and by how much."""
+    """Which kernels won, and by how much."""
     name = found["settings"]["model"]
     times = make_table(
         f"{name}: microseconds of a layer (attention included) and of the head",

@@ -1,1 +1,1 @@
-"""Other engines, each in a process of its own, serving the same workloads."""
+"""Other engines, each in its own process, serving the same workloads."""

@@ -18,11 +18,11 @@ from ..subject import Subject
 from ..workload import Workload
 
 PEERS = ("transformers", "vllm", "sglang")
-"""What `--peer` accepts."""
+"""Values of `--peer`."""
 
 
 class PeerProcess:
-    """A peer that is up. Its own clock measures it, without the pipe between us."""
+    """A running peer. Its own clock measures it, without the pipe between us."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self.name = name
@@ -68,18 +68,18 @@ class PeerProcess:
 
     def _died(self) -> BenchError:
         code = self._process.wait()
-        return BenchError(f"the process of {self.name} ended with code {code}; its own words are above")
+        return BenchError(f"the process of {self.name} ended with code {code}: see its output above")
 
 
 class OneByOne:
-    """The same peer with one request at a time."""
+    """The same peer, one request at a time."""
 
     def __init__(self, peer: PeerProcess) -> None:
         self.name = f"{peer.name}, one by one"
         self._peer = peer
 
     def serves(self, workload: Workload) -> bool:
-        """Only where it makes a difference."""
+        """Only workloads for which it makes a difference."""
         return len(workload) > 1
 
     def run(self, workload: Workload) -> Run:
@@ -88,9 +88,9 @@ class OneByOne:
 
 
 def peer(name: str, subject: Subject, workloads: Sequence[Workload], versions: dict[str, Any]) -> Starter:
-    """A peer, large enough for these workloads; once it is up, `versions` tells which it is."""
+    """A peer, large enough for these workloads; once it runs, its version is written into `versions`."""
     if name not in PEERS:
-        raise BenchError(f"unknown peer {name!r}: there are {', '.join(PEERS)}")
+        raise BenchError(f"unknown peer {name!r}: use {', '.join(PEERS)}")
     if importlib.util.find_spec(name) is None:
         raise BenchError(f"{name} is not installed here: install it beside ostinato, or leave out --peer")
     settings = {
@@ -108,7 +108,7 @@ def peer(name: str, subject: Subject, workloads: Sequence[Workload], versions: d
         process = PeerProcess(name, settings)
         versions[name] = process.described
         try:
-            # One by one is the yardstick of a CPU, where a batch gains little.
+            # One by one is the baseline on a CPU, where a batch gains little.
             in_turn = [OneByOne(process)] if name == "transformers" and not subject.on_gpu else []
             yield [process, *in_turn]
         finally:

@@ -1,4 +1,4 @@
-"""SGLang: its offline `Engine`, at its defaults but for the prefix cache."""
+"""SGLang: its offline `Engine`, with its defaults except for the prefix cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class SglangPeer:
-    """SGLang, up and captured."""
+    """A running SGLang, its graphs captured."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

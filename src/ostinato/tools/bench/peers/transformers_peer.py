@@ -12,12 +12,12 @@ class TransformersPeer:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # Nothing but the length ends an answer.
+        # Only the length ends an answer.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
-        """All answers run as long as the longest one: that is what a static batch costs."""
+        """All answers run as long as the longest one: that is the cost of a static batch."""
         width = max(map(len, prompts))
         device = self._model.device
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -33,7 +33,7 @@ class TransformersPeer:
 
 
 def start_transformers(settings: dict[str, Any]) -> tuple[TransformersPeer, str]:
-    """Load the model on as many threads as our own engine uses."""
+    """Load the model; uses as many threads as our own engine."""
     import transformers
 
     transformers.logging.set_verbosity_error()

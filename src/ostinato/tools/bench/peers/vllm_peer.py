@@ -1,4 +1,4 @@
-"""vLLM: its offline `LLM`, at its defaults but for the prefix cache."""
+"""vLLM: its offline `LLM`, with its defaults except for the prefix cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class VllmPeer:
-    """vLLM, up and captured."""
+    """A running vLLM, its graphs captured."""
 
     def __init__(self, llm: Any, sampling_params: Any) -> None:
         self._llm = llm

@@ -1,6 +1,6 @@
 """The process of a peer: reads its settings and then workloads from standard input, one JSON line each.
 
-Answers go to what was standard output at the start; whatever the peer prints goes to standard error.
+Answers go to the original standard output; everything that the peer prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Peer(Protocol):
-    """An engine of somebody else."""
+    """Another project's engine."""
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
         """Greedy answers of exactly these lengths; returns when the last token is on the host."""
@@ -36,13 +36,13 @@ def main() -> None:
         for line in sys.stdin:
             answer(serve(peer, json.loads(line)))
     except Exception as error:
-        # The traceback is for standard error; the benchmark tells its user the one line.
+        # The traceback goes to standard error; the benchmark shows its user this one line.
         answer({"error": f"{type(error).__name__}: {error}"})
         raise
 
 
 def start(settings: dict[str, Any]) -> tuple[Peer, str]:
-    """The peer that was asked for, loaded, and its version."""
+    """Load the requested peer; returns it and its version."""
     if settings["peer"] == "vllm":
         from .vllm_peer import start_vllm
 
@@ -57,7 +57,7 @@ def start(settings: dict[str, Any]) -> tuple[Peer, str]:
 
 
 def serve(peer: Peer, asked: dict[str, Any]) -> dict[str, Any]:
-    """One workload, timed."""
+    """Serve one workload, timed."""
     prompts, output_lens = asked["prompts"], asked["output_lens"]
     started = time.perf_counter()
     if asked["one_by_one"]:
