@@ -64,7 +64,7 @@ class PromptReader:
 
 
 def check_text(text: str) -> None:
-    """Raises RequestError for lone surrogates, which stand for bytes that a terminal could not decode, say."""
+    """Raises RequestError for lone surrogates (bytes that a terminal could not decode, for example)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
