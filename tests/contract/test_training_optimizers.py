@@ -174,6 +174,25 @@ def test_counts_beside_other_types_and_of_parameters_that_begin_later(device, dt
         torch.testing.assert_close(one, like, rtol=0, atol=1e-6)
 
 
+def test_the_compiler_of_torch_may_have_changed_the_optimizers(device, monkeypatch):
+    """Once it is loaded, it puts functions of its own in the place of their methods."""
+    for kind in (torch.optim.RAdam, torch.optim.Adam, torch.optim.AdamW):
+
+        def stand_in(*args, method=kind._init_group, **kwargs):
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(kind, "_init_group", stand_in)
+    for make in (torch.optim.RAdam, lambda parameters: torch.optim.AdamW(parameters, fused=False)):
+        ours, theirs = twins(make_model(device).double())
+        batches = make_batches(device, [8] * 4)
+        step = captured(ours, make(ours.parameters()))
+        for batch in batches:
+            step(*batch)
+        train_eagerly(theirs, make(theirs.parameters()), batches)
+        for one, like in zip(matrices(ours), matrices(theirs), strict=True):
+            torch.testing.assert_close(one, like, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", some(SCHEDULERS, ["SequentialLR"]))
 def test_every_scheduler_of_torch(device, name, caplog):
     assert_like_eager(device, adamw, SCHEDULERS[name])

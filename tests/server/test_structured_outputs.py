@@ -97,7 +97,7 @@ def test_structural_tags(client: openai.OpenAI) -> None:
         ({"type": "structural_tag"}, "has format, or"),
         ({**older, **text}, "has format, or"),
         ({**text, "format": {"type": "const_string", "value": "x", "valu": "y"}}, "has no 'valu'"),
-        ({**text, "format": {"type": "json_schema", "json_schema": {"not": {}}}}, "not cannot be held to"),
+        ({**text, "format": {"type": "json_schema", "json_schema": {"not": {}}}}, "not cannot be enforced"),
     ):
         with pytest.raises(openai.BadRequestError, match=said) as refused:
             chat(client, response_format=wrong)

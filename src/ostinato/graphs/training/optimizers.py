@@ -20,6 +20,7 @@ keeps streams' memory apart: so what stays is made on the stream of captures, in
 
 import inspect
 import logging
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,9 @@ class StaticOptimizer:
             yield
             return
         # Counts are float64 if the default type is, but changing that would affect hooks and other threads.
-        names: dict[str, Any] = type(self._optimizer)._init_group.__globals__  # type: ignore[attr-defined]
+        # (Not the globals of `_init_group`: torch's compiler puts a function of its own in its place.)
+        modules = (vars(sys.modules[kind.__module__]) for kind in type(self._optimizer).__mro__)
+        names: dict[str, Any] = next(names for names in modules if "_get_scalar_dtype" in names)
         with ExitStack() as replaced:
             replaced.enter_context(_replaced(names, "_get_scalar_dtype", lambda is_fused=None: torch.float64))
             if "radam" in names:  # chooses between numbers of the default type
