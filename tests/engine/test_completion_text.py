@@ -21,7 +21,7 @@ def settled(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXT, reads=st.lists(st.booleans(), min_size=120, max_size=120), pushes=st.booleans())
 def test_text_is_that_of_the_tokens_so_far_whenever_it_is_read(
     text: str, reads: list[bool], pushes: bool
@@ -56,7 +56,7 @@ def test_a_last_token_that_is_no_text_leaves_none(text: str, is_read: bool, stop
     assert growing.text == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=TEXT, stops=STOPS, include=st.booleans(), min_tokens=st.sampled_from([0, 0, 3]))
 def test_a_stop_string_ends_the_text_where_it_begins(
     text: str, stops: list[str], include: bool, min_tokens: int

@@ -75,7 +75,8 @@ def checked_land(self: Landing, step: ScheduledStep, rows: IntArray) -> IntArray
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_a_steady_step_is_the_one_that_would_be_scheduled(ahead: int) -> None:
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 12), marks=pytest.mark.slow)], ids=str)
+def test_a_steady_step_is_the_one_that_would_be_scheduled(seeds: range, ahead: int) -> None:
     advance, steady = DecodeBatch.advance, 0
 
     def counted(batch: DecodeBatch) -> object:
@@ -83,7 +84,7 @@ def test_a_steady_step_is_the_one_that_would_be_scheduled(ahead: int) -> None:
         steady += 1
         return advance(batch)
 
-    for seed in range(12):
+    for seed in seeds:
         with patch.object(DecodeBatch, "advance", counted), patch.object(Landing, "_land", checked_land):
             found = steps_of(seed, ahead=ahead)
         with patch.object(DecodeBatch, "look_ahead", lambda batch, num_drafts: None):

@@ -97,8 +97,8 @@ def check_row_zero(model: TinyModel, calls: int, tokens: int, ahead: int) -> int
         return sum(row.replays for row in decode)
 
 
-def test_row_0_is_untouched_after_150_padded_steps(tiny: TinyModel) -> None:
-    assert check_row_zero(tiny, calls=2, tokens=100, ahead=1) >= 150
+def test_row_0_is_untouched_after_75_padded_steps(tiny: TinyModel) -> None:
+    assert check_row_zero(tiny, calls=1, tokens=100, ahead=1) >= 75
 
 
 @pytest.mark.slow
@@ -108,7 +108,10 @@ def test_row_0_is_untouched_after_10000_padded_steps(tiny: TinyModel, ahead: int
     assert check_row_zero(tiny, calls=102, tokens=100, ahead=ahead) >= 10_000
 
 
-@pytest.mark.parametrize("mode", ["piecewise", "full", "full-and-piecewise"])
+@pytest.mark.parametrize(
+    "mode",
+    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("piecewise", "full")), "full-and-piecewise"],
+)
 def test_what_page_0_holds_reaches_no_output(tiny: TinyModel, mode: str) -> None:
     setup = Setup(**{**vars(PADDED), "mode": mode})
     with LLM(tiny.directory, **setup.options) as llm:

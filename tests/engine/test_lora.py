@@ -91,7 +91,13 @@ def lora_replays(llm: LLM) -> dict[bool, int]:
     return counts
 
 
-@pytest.mark.parametrize("mode", ["none", "piecewise", "full", "full-decode-only", "full-and-piecewise"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("none", "full", "full-and-piecewise"),
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("piecewise", "full-decode-only")),
+    ],
+)
 def test_mixed_batches_answer_as_the_merged_models(world: LoraWorld, mode: str) -> None:
     """Three adapters and none over two slots, prompts in chunks, too few pages for all, prefixes shared."""
     beginning = prompts_of([32], seed=1)[0]["prompt_token_ids"]

@@ -263,13 +263,13 @@ def check(world: World, seed: int) -> None:
         History(llm, world, reference, chance).run(25)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_a_history(world: World, seed: int) -> None:
     check(world, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", range(2, 60))
+@pytest.mark.parametrize("seed", range(1, 60))
 def test_many_histories(world: World, seed: int) -> None:
     check(world, seed)

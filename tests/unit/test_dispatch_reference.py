@@ -167,7 +167,7 @@ def shapes_strategy(draw: st.DrawFn) -> BatchShape:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_decisions_follow_the_rules(data: st.DataObject) -> None:
     check_decisions(data)
@@ -208,7 +208,7 @@ def check_decisions(data: st.DataObject) -> None:
         reference.check(shape, graphs.decide(shape))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     sizes=st.sets(
         st.tuples(st.integers(1, 9), st.integers(1, 9)).filter(lambda s: s[1] <= s[0]), max_size=30
@@ -236,7 +236,7 @@ def test_context_buckets_may_come_in_any_order(buckets: list[int]) -> None:
     assert graphs.decide(BatchShape.decode(4, context=33)) == eager(Reason.NO_GRAPH_FOR_CONTEXT)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_decisions_do_not_depend_on_the_order_of_capture(data: st.DataObject) -> None:
     keys = [key for key in data.draw(st.lists(keys_strategy(), max_size=12, unique=True)) if key.mode is FULL]
@@ -246,7 +246,7 @@ def test_decisions_do_not_depend_on_the_order_of_capture(data: st.DataObject) ->
         assert forward.decide(shape) == backward.decide(shape)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 4), st.lists(st.integers(1, 320), min_size=1, max_size=20))
 def test_a_ladder_of_graphs_rounds_up_like_the_ladder(limit: int, query_len: int, batches: list[int]) -> None:
     ladder = Ladder.sglang(limit)
