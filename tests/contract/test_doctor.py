@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from contract.steps import WIDTH, randn, same
-from ostinato.graphs import eager_boundary, graphed
+from ostinato.graphs import ObstacleWatch, eager_boundary, graphed
 
 HERE = Path(__file__).name
 LADDER = [1, 2, 4]
@@ -206,3 +206,14 @@ def test_a_wrapper_that_serves_is_examined_without_harm(device):
     assert wrapper.doctor(x).is_healthy
     assert same(wrapper(x), x * 2)
     assert wrapper.report().replays == 1 + (not wrapper.report().eager_steps)
+
+
+def test_operators_that_decide_on_the_host_are_obstacles(device):
+    def step(x):
+        return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))  # decides
+
+    with ObstacleWatch() as watch:
+        step(randn(3, WIDTH, device=device))
+    assert [found.where.rpartition("# ")[2] for found in watch.obstacles] == ["decides"]
+    assert "'cond'" in watch.obstacles[0].why
+    assert "(at " not in watch.obstacles[0].why

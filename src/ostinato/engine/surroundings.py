@@ -1,6 +1,6 @@
-"""What callers set for tensors of their own, and those of an engine must not follow: `torch.inference_mode`,
-`torch.autocast`, a default device. Graphs would round as under autocast for ever, and what was made under
-inference mode could not be written outside of it."""
+"""What callers set for their own tensors and an engine must not follow: `torch.inference_mode`,
+`torch.autocast`, a default device. Graphs captured under autocast would round that way forever, and what is
+made under inference mode cannot be written outside of it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-_TYPES = ("cpu", "cuda")
+from ostinato.graphs.capturing.autocast import AutocastState
 
 
 def left() -> ExitStack | None:
-    """Leave them, until the stack is closed; None if there is nothing to leave, which is found out fast."""
-    casting = [name for name in _TYPES if torch.is_autocast_enabled(name)]
+    """Leave them until the stack is closed; None if there is nothing to leave, which takes half a
+    microsecond to find out: every step asks."""
     has_modes = torch._C._len_torch_function_stack() > 0
-    if not (casting or has_modes or torch.is_inference_mode_enabled()):
+    is_inference = torch.is_inference_mode_enabled()
+    if not (has_modes or is_inference or torch._C._is_any_autocast_enabled()):
         return None
     stack = ExitStack()
-    if torch.is_inference_mode_enabled():
+    if is_inference:
         stack.enter_context(torch.inference_mode(False))
-    for name in casting:
-        stack.enter_context(torch.autocast(name, enabled=False))
+    stack.enter_context(AutocastState(()).restored())
     if has_modes and torch.get_default_device().type != "cpu":
         stack.enter_context(torch.device("cpu"))
     return stack

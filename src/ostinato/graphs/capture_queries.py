@@ -3,9 +3,10 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+
+from .replaced import replaced
 
 
 @contextmanager
@@ -17,12 +18,9 @@ def answering_capture_queries(is_active: Callable[[], bool]) -> Iterator[None]:
     def is_current_stream_capturing() -> bool:
         return is_active() if threading.get_ident() == owner else original()
 
-    modules: tuple[Any, ...] = (torch.cuda, torch.cuda.graphs)
-    before = [module.is_current_stream_capturing for module in modules]
-    for module in modules:
-        module.is_current_stream_capturing = is_current_stream_capturing
-    try:
+    name = "is_current_stream_capturing"
+    with (
+        replaced(torch.cuda, name, is_current_stream_capturing),
+        replaced(torch.cuda.graphs, name, is_current_stream_capturing),
+    ):
         yield
-    finally:
-        for module, function in zip(modules, before, strict=True):
-            module.is_current_stream_capturing = function

@@ -22,8 +22,9 @@ from ..forbidden import (
     one_hot_unchecked,
 )
 from ..memory import is_foreign, is_plain, tensors_of
+from ..replaced import replaced
 
-_WAITING = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
+_WAITING: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
 """Where there is a function or method `synchronize`."""
 _WAIT = "makes the CPU wait for the device: leave it out, or wait after the replay"
 
@@ -147,6 +148,10 @@ class _Operations(WatchingMode):
         self._memory.note(given, tensors_of(result))
         return result
 
+    def pass_unseen(self, why_not_captured: str) -> None:
+        why, _, _ = why_not_captured.partition(" (at ")
+        self._watch.note(Forbidden("an operator over functions", why))
+
 
 class _Functions(TorchFunctionMode):
     """Sees host reads that make no ATen call."""
@@ -194,15 +199,11 @@ def _noting_waits(watch: ObstacleWatch) -> Iterator[None]:
 
         return wait
 
-    owners: tuple[Any, ...] = _WAITING
-    originals = [owner.synchronize for owner in owners]
-    for owner, original in zip(owners, originals, strict=True):
-        owner.synchronize = noting(owner.__name__, original)
-    try:
+    with ExitStack() as all_replaced:
+        for owner in _WAITING:
+            wait = noting(owner.__name__, owner.synchronize)
+            all_replaced.enter_context(replaced(owner, "synchronize", wait))
         yield
-    finally:
-        for owner, original in zip(owners, originals, strict=True):
-            owner.synchronize = original
 
 
 def counted(number: int, what: str) -> str:

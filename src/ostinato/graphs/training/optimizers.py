@@ -20,11 +20,9 @@ keeps streams' memory apart: so what stays is made on the stream of captures, in
 
 import inspect
 import logging
-import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -36,6 +34,7 @@ from ..capturing.gate import is_recording
 from ..errors import CaptureError, ConfigError
 from ..wrapping.standing import Comparison
 from .rates import Rates
+from .torchs_optimizers import capturable_on_a_cpu, counting_in_float64
 from .user_flags import UserFlags
 
 logger = logging.getLogger("ostinato.graphs")
@@ -109,23 +108,6 @@ class StaticOptimizer:
         """Of step counts on the device. Eager optimizers compute with them, and with rates, in Python's
         float64, which shows if one of their parameters is as exact."""
         return torch.float64 if self.has_doubles and not self._is_fused else torch.float32
-
-    @contextmanager
-    def _computing_in_count_type(self) -> Iterator[None]:
-        """A context in which torch's optimizers create counts in `_count_type`, also those of a parameter
-        that is trained later, and compute rates in it."""
-        if not (self._is_static and self.is_known and self._count_type is torch.float64):
-            yield
-            return
-        # Counts are float64 if the default type is, but changing that would affect hooks and other threads.
-        # (Not the globals of `_init_group`: torch's compiler puts a function of its own in its place.)
-        modules = (vars(sys.modules[kind.__module__]) for kind in type(self._optimizer).__mro__)
-        names: dict[str, Any] = next(names for names in modules if "_get_scalar_dtype" in names)
-        with ExitStack() as replaced:
-            replaced.enter_context(_replaced(names, "_get_scalar_dtype", lambda is_fused=None: torch.float64))
-            if "radam" in names:  # chooses between numbers of the default type
-                replaced.enter_context(_replaced(names, "radam", _with_wide_numbers(names["radam"])))
-            yield
 
     @property
     def has_doubles(self) -> bool:
@@ -295,10 +277,11 @@ class StaticOptimizer:
 
     def _step(self) -> None:
         is_capturable = self._is_static and not self._is_fused
+        counts_wide = is_capturable and self.is_known and self._count_type is torch.float64
         with (
             torch.no_grad(),
-            self._computing_in_count_type(),
-            _capturable_on_a_cpu() if is_capturable and self._device.type == "cpu" else nullcontext(),
+            counting_in_float64(self._optimizer) if counts_wide else nullcontext(),
+            capturable_on_a_cpu() if is_capturable and self._device.type == "cpu" else nullcontext(),
         ):
             self._optimizer.step()
 
@@ -429,35 +412,3 @@ def _called(method: WeakMethod[Any], optimizer: torch.optim.Optimizer) -> None:
     found = method()
     if found is not None:
         found(optimizer)
-
-
-_patching = threading.RLock()
-
-
-def _capturable_on_a_cpu() -> AbstractContextManager[None]:
-    """Capturable optimizers work on any device, but refuse a CPU unless they seem to be compiled."""
-    return _replaced(vars(torch.compiler), "is_compiling", lambda: True)
-
-
-def _with_wide_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called while float64 is the default type."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(before)
-
-    return called
-
-
-@contextmanager
-def _replaced(names: dict[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
-    with _patching:
-        plain, names[name] = names[name], function
-        try:
-            yield
-        finally:
-            names[name] = plain
