@@ -212,8 +212,9 @@ def test_operators_that_decide_on_the_host_are_obstacles(device):
     def step(x):
         return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))  # decides
 
+    x = randn(3, WIDTH, device=device)  # not watched: a copy to the device
     with ObstacleWatch() as watch:
-        step(randn(3, WIDTH, device=device))
+        step(x)
     assert [found.where.rpartition("# ")[2] for found in watch.obstacles] == ["decides"]
     assert "'cond'" in watch.obstacles[0].why
     assert "(at " not in watch.obstacles[0].why
