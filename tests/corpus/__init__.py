@@ -1,0 +1,1 @@
+"""Ordinary programs: code as people write it, run from graphs and eagerly, and compared."""

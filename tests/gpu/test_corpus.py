@@ -1,0 +1,3 @@
+"""The programs of `corpus`, on CUDA."""
+
+from corpus.test_corpus import *  # noqa: F403
