@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -302,6 +303,133 @@ class WantsNumbers(Counting):
         super().step()
 
 
+class Lion(torch.optim.Optimizer):
+    """As its authors published it: the rate becomes the `alpha` of an operation, which is a number."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                state, (first, second) = self.state[p], group["betas"]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                average = state["exp_avg"]
+                p.add_((average * first + p.grad * (1 - first)).sign_(), alpha=-group["lr"])
+                average.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+class Layerwise(torch.optim.Optimizer):
+    """LARS: rates of layers by their norms, decided on the device, and the root of a rate in Python."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.04, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                ratio = p.norm() / (p.grad.norm() + 1e-6)
+                moved = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                moved.mul_(group["momentum"]).add_(p.grad * ratio * 0.01 * math.sqrt(group["lr"]))
+                p.sub_(moved)
+
+
+class Sophia(torch.optim.Optimizer):
+    """Clips by a curvature that it follows; skips its work where the rate is zero."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.01, "betas": (0.9, 0.95), "rho": 0.04})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["lr"] > 0:
+                continue
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.zeros(()), m=torch.zeros_like(p), h=torch.zeros_like(p))
+                state["step"] += 1
+                state["m"].lerp_(p.grad, 1 - group["betas"][0])
+                state["h"].lerp_(p.grad.square(), 1 - group["betas"][1])
+                ratio = (state["m"].abs() / (group["rho"] * state["h"] + 1e-15)).clamp(None, 1)
+                p.addcmul_(state["m"].sign(), ratio, value=-group["lr"])
+
+
+class KeepsItsRate(torch.optim.Optimizer):
+    """Rescales its momentum when the rate changes."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.1, "last": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                moved = state.setdefault("moved", torch.zeros_like(p))
+                moved.mul_(0.5 * group["lr"] / state.get("rate", group["lr"])).add_(p.grad * group["lr"])
+                state["rate"] = group["lr"]
+                p.sub_(moved)
+
+
+class SetsItsRate(torch.optim.Optimizer):
+    """Anneals by itself."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"])
+            group["lr"] = group["lr"] * 0.9
+
+
+class LooksAhead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups and state are its own."""
+
+    def __init__(self, model):
+        inside = torch.optim.AdamW(model.parameters(), lr=0.02)
+        super().__init__(inside.param_groups, {})
+        self.inside, self.param_groups, self.count = inside, inside.param_groups, 0
+        self.slow = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inside.step()
+        self.count += 1
+        if self.count % 3 == 0:
+            for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+STRANGERS = [Lion, Layerwise, Sophia, KeepsItsRate, SetsItsRate, LooksAhead]
+
+
+@pytest.mark.parametrize("scheduler", [None, "LambdaLR"])
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_an_optimizer_that_wants_its_rate_as_a_number(device, kind, scheduler, caplog):
+    """The runtime makes it a tensor, so whoever wrote the optimizer is not at fault."""
+    step, optimizer = assert_like_eager(
+        device, kind, SCHEDULERS[scheduler] if scheduler else None, options=gently()
+    )
+    assert len(caplog.messages) == 1, "one cause, one warning"
+    assert BEHIND in caplog.text
+    assert kinds(step) == {"judge"}
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    if kind in (Lion, Layerwise, Sophia):
+        assert "Nothing is wrong" in caplog.text
+        assert "test_training_optimizers.py:" in caplog.text, "the line that wants a number"
+
+
 @pytest.mark.parametrize("kind", [CountsAside, KeepsLists, KeepsOneForAll, WantsNumbers])
 def test_state_that_lies_elsewhere_counts_no_trials_and_is_in_no_graph(device, kind, caplog):
     assert_like_eager(device, kind, options=gently())
@@ -411,7 +539,7 @@ def test_a_learning_rate_that_is_a_tensor_may_be_written(device):
             rate.mul_(0.5)
     is_on_gpu = device.type == "cuda"
     assert found == pytest.approx(expected, rel=1e-4 if is_on_gpu else 1e-6)
-    assert mine.param_groups[0]["lr"].item() == pytest.approx(0.02 / 2**5)
+    assert mine.param_groups[0]["lr"] is rates[0]
     assert step.report().eager_steps == {"first-call": 1}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ..blame import raising_line
 from ..capturing import python_draws
 from ..capturing.captured import record
 from ..capturing.gate import capture_gate
@@ -22,18 +23,41 @@ _WARMUPS = 2
 
 def why_not_in_a_graph(
     optimizer: StaticOptimizer, device: torch.device, options: CaptureOptions
-) -> Exception | None:
+) -> CaptureError | None:
     """The error if its step is recorded, or None. Parameters, which need gradients, and state stay."""
     if optimizer.is_known or optimizer.why_behind is not None:
         return None
-    optimizer.become_static()
+    error = _error_of_recording(optimizer, device, options)
+    if error is None:
+        optimizer.become_static()
+        return None
+    where = raising_line(error.__traceback__)
+    with optimizer.rates_as_numbers():
+        if _error_of_recording(optimizer, device, options) is None:
+            return CaptureError(
+                f"{type(optimizer.wrapped).__name__} needs its learning rate as a Python number, but a graph "
+                f"can read one that changes only from a tensor, as in p.sub_(update * group['lr']). Nothing "
+                f"is wrong with it",
+                where=where,
+            )
+    if isinstance(error, CaptureError):
+        return error
+    return CaptureError(
+        f"its step fails while it is recorded with {type(error).__name__}: {error}".rstrip(": "), where=where
+    )
+
+
+def _error_of_recording(
+    optimizer: StaticOptimizer, device: torch.device, options: CaptureOptions
+) -> Exception | None:
     pool, skipped = GraphPool(device), torch.ones((), device=device, dtype=torch.float32)
-    changing = [*optimizer.changing(), *(p.grad for p in optimizer.parameters if p.grad is not None)]
-    state = {str(number): tensor for number, tensor in enumerate(changing)}
-    trials = Trials(pool.backend, state=state, generators=options.generators)
     try:
-        with optimizer.undone_in_python(), optimizer.without_hooks(), trials.undone(), torch.no_grad():
-            with capture_gate(), pool.backend.stream(), python_draws.undone():
+        with optimizer.undone_in_python(), optimizer.without_hooks(), torch.no_grad():
+            optimizer.become_static()
+            changing = [*optimizer.changing(), *(p.grad for p in optimizer.parameters if p.grad is not None)]
+            state = {str(number): tensor for number, tensor in enumerate(changing)}
+            trials = Trials(pool.backend, state=state, generators=options.generators)
+            with trials.undone(), capture_gate(), pool.backend.stream(), python_draws.undone():
                 _refuse_what_lies_elsewhere(optimizer, lambda: optimizer.step(skipped), changing)
                 for _ in range(_WARMUPS):
                     optimizer.step(skipped)

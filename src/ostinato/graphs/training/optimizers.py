@@ -12,6 +12,11 @@ A graph has the numbers of an optimizer's groups baked in, except the learning r
 or has its own hooks, the graph ends with the gradients, clipped and judged, and the optimizer's step runs
 eagerly after it.
 
+Note [Numbers stay numbers]
+Learning rates on the device, and the flags that make a step fit into a graph, are in the groups only while
+the optimizer's own code runs for one. Whoever reads a group, hooks of its steps included, finds what the user
+put there: it may be collected, written to a log, compared, or saved.
+
 Note [Memory that stays]
 The first update runs eagerly. What stays of it, the optimizer's state and accumulated gradients, would lie
 scattered over the memory that its activations have left, and none of that could be released. The allocator
@@ -23,6 +28,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Real
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -35,7 +41,6 @@ from ..errors import CaptureError, ConfigError
 from ..wrapping.standing import Comparison
 from .rates import Rates
 from .torchs_optimizers import capturable_on_a_cpu, counting_in_float64
-from .user_flags import UserFlags
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -44,10 +49,12 @@ _DOUBLE = (torch.float64, torch.complex128)
 _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 """What schedulers keep in a group, and optimizers do not read."""
+_FLAGS = ("capturable", "fused", "foreach")
+"""What a group has as a graph needs it while a step is made for one, besides the rate."""
 
 
 class StaticOptimizer:
-    """Wraps a user's optimizer, which stays the user's: flags and learning rates are set in its groups."""
+    """Wraps a user's optimizer, which stays the user's: see Note [Numbers stay numbers]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -65,9 +72,12 @@ class StaticOptimizer:
             )
         self._optimizer = optimizer
         self._device = device
-        self._users = UserFlags.of(optimizer)
-        self._is_fused = _can_be_fused(optimizer, self._users)
-        self._rates = Rates(optimizer, self._users, self._rate_type, device)
+        self._is_fused = _can_be_fused(optimizer)
+        self._rates = Rates(optimizer, self._rate_type, device)
+        self._lent: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        """While it steps for a graph: each group, what it holds for that, and what the user's are."""
+        self._keeps_rates = False
+        """Whether it finds learning rates as the user gave them, even if it steps for a graph."""
         self.has_stepped = False
         """Whether the state that the optimizer creates in its first step exists."""
         self.moves_parameters = False
@@ -145,9 +155,6 @@ class StaticOptimizer:
         if not static and self._is_static:
             self._is_static = self._is_fused = False
             self._placed = []
-            for group, flags in zip(self._groups, self._users.of_groups, strict=True):
-                group.update(flags)
-            self._rates.give_back()
         logger.warning(
             "the optimizer's step runs after the graph of forward and backward, not in it: %s", why
         )
@@ -166,10 +173,8 @@ class StaticOptimizer:
     @property
     def hooks(self) -> bool:
         """Whether there are hooks around its steps, or around those of all optimizers."""
-        optimizer: Any = self._optimizer
         of_all = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-        own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return bool(own or of_all)
+        return bool(of_all or any(getattr(self._optimizer, name) for name in _HOOKS_OF_STEPS))
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
@@ -192,6 +197,15 @@ class StaticOptimizer:
         plain = not any(_has_tensor_betas(g) or g.get("foreach") is False for g in self._groups)
         return self._is_fused or (can and plain and kind.__module__.startswith("torch.optim"))
 
+    @contextmanager
+    def rates_as_numbers(self) -> Iterator[None]:
+        """A context for trials with learning rates as the user gave them."""
+        self._keeps_rates = True
+        try:
+            yield
+        finally:
+            self._keeps_rates = False
+
     def become_static(self) -> None:
         """From now on its numbers are on the device."""
         self._is_static = True
@@ -209,21 +223,15 @@ class StaticOptimizer:
         return self._optimizer.param_groups
 
     def prepare(self) -> None:
-        """Set flags, and put learning rates and step counts on the device."""
+        """Put learning rates and step counts on the device."""
         if not self._is_static:
             return
-        self._rates.take()
+        self._rates.send()
         for group in self._groups:
-            if self._is_fused:
-                group["fused"], group["foreach"] = True, False
-            elif "capturable" in group and group.get("foreach") is None and "foreach" in group:
-                group["foreach"] = True  # only these accept a learning rate on the device
-            if "capturable" in group:
-                group["capturable"] = True
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter, {})
                 step = state.get("step")
-                if isinstance(step, torch.Tensor) and group.get("capturable"):
+                if isinstance(step, torch.Tensor) and "capturable" in group:
                     state["step"] = step.to(parameter.device, self._count_type)
         # It would warn that a capturable optimizer runs outside a graph.
         self._optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
@@ -232,12 +240,14 @@ class StaticOptimizer:
         """Take the learning rates of the next step from the groups."""
         self._rates.refuse_new_groups()
         if self._is_static:
-            self._rates.take()
+            self._rates.send()
 
     def set_rates(self, wanted: float | Sequence[float]) -> None:
         """Take the learning rates of the next step from a schedule."""
         self._rates.refuse_new_groups()
-        self._rates.set(wanted, on_device=self._is_static)
+        self._rates.set(wanted)
+        if self._is_static:
+            self._rates.send()
 
     def step(self, skip: torch.Tensor) -> None:
         """One update of all parameters that have a gradient, unless `skip` (1.0 or 0.0, on the device)."""
@@ -282,8 +292,58 @@ class StaticOptimizer:
             torch.no_grad(),
             counting_in_float64(self._optimizer) if counts_wide else nullcontext(),
             capturable_on_a_cpu() if is_capturable and self._device.type == "cpu" else nullcontext(),
+            self._stepping_for_a_graph() if self._is_static else nullcontext(),
         ):
             self._optimizer.step()
+
+    @contextmanager
+    def _stepping_for_a_graph(self) -> Iterator[None]:
+        """A context for one step: see Note [Numbers stay numbers]."""
+        # The last hook before it, and the first one after it.
+        optimizer: Any = self._optimizer
+        lending = optimizer.register_step_pre_hook(lambda *_: self._lend())
+        taking = optimizer.register_step_post_hook(lambda *_: self._take_back())
+        optimizer._optimizer_step_post_hooks.move_to_end(taking.id, last=False)
+        try:
+            yield
+        finally:
+            lending.remove()
+            taking.remove()
+            self._take_back()
+
+    def _lend(self) -> None:
+        if not is_recording():
+            self._rates.send()  # a hook may have set them
+        for group, rate in zip(self._groups, self._rates.in_place_of(self._groups), strict=True):
+            lent: dict[str, Any] = dict(self._flags_for_a_graph(group))
+            if rate is not None and not self._keeps_rates:
+                lent["lr"] = rate
+            self._lent.append((group, lent, {name: group[name] for name in lent}))
+            group.update(lent)
+
+    def _flags_for_a_graph(self, group: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+        if self._is_fused:
+            yield from (("fused", True), ("foreach", False))
+        elif "capturable" in group and group.get("foreach") is None and "foreach" in group:
+            yield "foreach", True  # only these accept a learning rate on the device
+        if "capturable" in group:
+            yield "capturable", True
+
+    def _take_back(self) -> None:
+        lent, self._lent = self._lent, []
+        is_assigned = False
+        for group, there, users in lent:
+            now: Any = group.get("lr")
+            group.update(users)
+            if "lr" in there and now is not there["lr"]:
+                is_assigned = True
+                if not is_recording():
+                    group["lr"] = float(now) if isinstance(users.get("lr"), Real) else now
+        if is_assigned and is_recording():
+            raise CaptureError(
+                f"{type(self._optimizer).__name__} sets its learning rate itself, in Python: a graph would "
+                f"repeat one step forever"
+            )
 
     def changing(self) -> list[torch.Tensor]:
         """What a step writes: parameters with a gradient, and the optimizer's state."""
@@ -350,6 +410,8 @@ class StaticOptimizer:
     def _refuse_what_a_graph_cannot_keep(self, before: list[tuple[Any, ...]]) -> None:
         now, name = self._python_state(), type(self._optimizer).__name__
         changed = next((new[0] for old, new in zip(before, now, strict=False) if old != new), None)
+        if changed is None:
+            changed = next((key for _, key, value in self._entries() if self._rates.holds(value)), None)
         if changed is not None or len(before) != len(now):
             raise CaptureError(
                 f"{name} keeps {changed or 'state'} in Python or in a tensor created anew in every step: a "
@@ -387,19 +449,19 @@ class StaticOptimizer:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    left_out = {"params", "lr", *_OF_SCHEDULERS}
+    left_out = {"params", "lr", *_FLAGS, *_OF_SCHEDULERS}
     return {k: v for k, v in group.items() if k not in left_out and not isinstance(v, torch.Tensor)}
 
 
-def _can_be_fused(optimizer: torch.optim.Optimizer, users: UserFlags) -> bool:
+def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is of a fused kind and the user chose no other."""
     return type(optimizer) in _FUSED and all(
-        flags["fused"] is not False
-        and flags["foreach"] is None
+        group["fused"] is not False
+        and group["foreach"] is None
         and not group.get("differentiable")
         and not _has_tensor_betas(group)
         and all(parameter.is_floating_point() for parameter in group["params"])
-        for group, flags in zip(optimizer.param_groups, users.of_groups, strict=True)
+        for group in optimizer.param_groups
     )
 
 
