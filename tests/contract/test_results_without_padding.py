@@ -116,6 +116,47 @@ def test_rows_in_another_dimension_are_cut_where_the_batch_is_along_dimension_on
 # -- dataclasses ---------------------------------------------------------------------------------------
 
 
+SEVERAL_EACH = {
+    "repeat_interleave": lambda x: {"beams": x.repeat_interleave(3, 0), "x": x + 1},
+    "view": lambda x: (x * 2).view(-1, WIDTH // 4),
+    "another dimension": lambda x: x.t().repeat_interleave(2, 1) + 1,
+}
+
+
+@LADDERS
+@pytest.mark.parametrize("name", SEVERAL_EACH)
+def test_several_rows_for_each_row_of_the_batch_are_cut(device, name, ladder):
+    f = wrap(SEVERAL_EACH[name], ladder)
+    for n in (3, 1, 4, 2):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert same(f(x), SEVERAL_EACH[name](x))
+    assert (reasons(f), f.report().replays) == ({}, 4)
+
+
+@LADDERS
+@pytest.mark.parametrize("function", [lambda x: x.repeat(2, 1), lambda x: torch.cat([x, -x])])
+def test_several_rows_in_another_order_are_refused_with_what_to_do(device, function, ladder):
+    f = wrap(function, ladder)
+    for n in (3, 1, 4, 2):
+        x = randn(n, WIDTH, device=device, seed=n)
+        assert same(f(x), function(x))
+    assert reasons(f) == {"capture-failed": 4}
+    assert all("return [rows, k, ...]" in cause for cause in f.report().failures.values())
+
+
+def test_several_rows_in_an_order_that_nothing_shows_are_refused(device):
+    """A step that only supports the sizes of the ladder cannot be compared without padding."""
+
+    def step(x):
+        if len(x) % 4:
+            raise ValueError(len(x))
+        return x.repeat(2, 1)
+
+    f = wrap(step, [4, 8])
+    assert same(f(randn(4, WIDTH, device=device)), step(randn(4, WIDTH, device=device)))
+    assert reasons(f) == {"capture-failed": 1}
+
+
 @pytest.mark.parametrize("kind", [Plain, Frozen, Slotted, Sealed])
 def test_a_dataclass_comes_in_and_goes_out_as_what_it_is(device, kind):
     def step(given):

@@ -97,6 +97,8 @@ CONSTANTS = {
     "complex": (lambda: complex(1, 2), lambda: complex(2, 1)),
     "str": (lambda: "".join(["a", "b"]), lambda: "c"),
     "bytes": (lambda: bytes([1, 2]), lambda: b"c"),
+    "numpy integer": (lambda: np.int64(3), lambda: np.int64(4)),
+    "numpy float": (lambda: np.float32("nan"), lambda: np.float32(-0.0)),
     "enum": (lambda: Colour.RED, lambda: Colour.BLUE),
     "dtype": (lambda: torch.float16, lambda: torch.float32),
     "device": (lambda: torch.device("cpu"), lambda: torch.device("meta")),

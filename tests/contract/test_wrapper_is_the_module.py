@@ -1,5 +1,8 @@
 """The wrapper of a module is a module of its class, whatever the class overrides."""
 
+import abc
+import copy
+
 import pytest
 import torch
 
@@ -360,3 +363,93 @@ def test_an_optimizer_made_from_the_wrapper_changes_what_graphs_read(device):
     f.unwrap()(x).square().sum().backward()
     optimizer.step()
     assert served(f, model, device)
+
+
+class Registry(type):
+    """Keeps a list of all classes, each name once."""
+
+    known = []
+
+    def __new__(cls, name, bases, place, *, version):
+        assert name not in cls.known
+        cls.known.append(name)
+        return super().__new__(cls, name, bases, place)
+
+    def __init__(cls, name, bases, place, *, version):
+        super().__init__(name, bases, place)
+
+
+class Registered(torch.nn.Linear, metaclass=Registry, version=1):
+    pass
+
+
+class Abstract(torch.nn.Linear, abc.ABC):
+    pass
+
+
+class MadeFromArguments(torch.nn.Linear):
+    def __new__(cls, num_in, num_out, device):
+        assert num_in == num_out
+        return super().__new__(cls)
+
+
+class Slotted(torch.nn.Linear):
+    __slots__ = ("__scale", "shift")
+
+    def __init__(self, device):
+        self.__scale, self.shift = 3.0, 1.0
+        super().__init__(WIDTH, WIDTH, device=device)
+
+    def forward(self, x):
+        return super().forward(x) * self.__scale + self.shift
+
+
+def exported(device):
+    rows = torch.export.Dim("rows", min=2, max=64)
+    model, x = mlp(device), randn(5, WIDTH, device=device)
+    return torch.export.export(model, (x,), dynamic_shapes=({0: rows},)).module()
+
+
+OF_OTHER_CLASSES = {
+    "fx": lambda device: torch.fx.symbolic_trace(mlp(device)),
+    "export": exported,
+    "own __new__": lambda device: MadeFromArguments(WIDTH, WIDTH, device),
+    "metaclass": lambda device: Registered(WIDTH, WIDTH, device=device),
+    "abstract": lambda device: Abstract(WIDTH, WIDTH, device=device),
+    "slots": Slotted,
+    "weight norm": lambda device: torch.nn.utils.parametrizations.weight_norm(
+        torch.nn.Linear(WIDTH, WIDTH, device=device)
+    ),
+    "script": lambda device: torch.jit.script(mlp(device)),
+    "data parallel": lambda device: torch.nn.DataParallel(mlp(device)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(torch.jit|LeafSpec):")
+@pytest.mark.parametrize("kind", OF_OTHER_CLASSES)
+def test_classes_that_are_made_in_ways_of_their_own_are_wrapped(device, kind):
+    model = OF_OTHER_CLASSES[kind](device)
+    f = wrap(model)
+    assert isinstance(f, type(model))
+    x = randn(3, WIDTH, device=device)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.allclose(f(x), model(x), atol=1e-5)
+    assert (reasons(f), f.report().replays) == ({}, 2)
+    if kind not in ("own __new__", "slots"):  # the others cannot be copied without a wrapper either
+        twin = copy.deepcopy(f)
+        assert isinstance(twin.unwrap(), torch.nn.Module)
+        assert type(twin.unwrap()) is not type(twin)
+        with torch.no_grad():
+            before = model(x)
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            assert torch.allclose(twin(x), before, atol=1e-5)
+            assert torch.allclose(f(x), model(x), atol=1e-5)
+            assert not torch.allclose(f(x), before, atol=1e-2)
+    if kind == "slots":
+        assert f.shift == 1.0
+        f.shift = 2.0
+        assert model.shift == 2.0
+        with torch.no_grad():
+            assert torch.allclose(f(x), model(x), atol=1e-5)

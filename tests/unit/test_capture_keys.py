@@ -1,7 +1,9 @@
 """Which graphs a mode and its ladders make."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from dispatched_graphs import (
     FULL,
@@ -44,6 +46,13 @@ def test_key_counts_per_mode(mode: GraphMode, count: int) -> None:
     in_use = accepting.live
     assert {*in_use} == {*keys}
     assert [key.descriptor for key in in_use] == sorted(key.descriptor for key in keys)
+
+
+@pytest.mark.parametrize("of", [list, tuple, np.array])
+def test_lists_of_sizes_will_do_and_so_will_integers_of_numpy(of: Callable[[list[int]], list[int]]) -> None:
+    keys = capture_keys(FULL_AND_PIECEWISE, of([4, 1, 2]), of([8, 16]), max_reqs=np.int64(4))
+    assert keys == capture_keys(FULL_AND_PIECEWISE, DECODE, TOKENS, max_reqs=4)
+    assert all(type(key.descriptor.num_reqs) is int for key in keys)
 
 
 def test_keys_are_captured_largest_first() -> None:

@@ -1,6 +1,7 @@
 from collections.abc import Callable, Mapping
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +93,13 @@ def test_a_preset_refuses_a_limit_that_is_no_positive_integer(
 def test_explicit_sizes_are_validated(sizes: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Ladder(sizes)
+
+
+def test_integers_of_numpy_are_sizes() -> None:
+    assert Ladder(np.arange(1, 4)) == Ladder([1, 2, 3])
+    assert Ladder.dense(np.int32(40)) == Ladder.dense(40)
+    assert Ladder.fit({np.int64(3): np.int64(2), 5: 1}, np.int64(2)) == Ladder([3, 5])
+    assert all(type(size) is int for size in Ladder(np.arange(1, 4)))
 
 
 @given(st.sets(st.integers(1, 500), min_size=1).flatmap(lambda sizes: st.permutations(sorted(sizes))))

@@ -90,7 +90,7 @@ class GraphSet:
         """What the graphs read besides their inputs."""
         self._dummy, self._rows_are_independent, self._agree = dummy, rows_are_independent, agree
         self._output_rows = (output_dim, rows_per_request)
-        self.outputs = Trimmer(*self._output_rows)
+        self.outputs = self._new_trimmer()
         """Which rows of the outputs are real."""
         self._check_keys(self.keys)
         if self.pool.device != buffers.device:
@@ -252,7 +252,7 @@ class GraphSet:
             if graph is not None:
                 self.pool.graphs.discard(graph)
         if not self.graphs:
-            self.outputs = Trimmer(*self._output_rows)
+            self.outputs = self._new_trimmer()
             self._addresses.forget_reads()
             self._recorder.bridges.drop()
         self.pool.overwrite()  # outputs of a dropped graph lie in memory that may go
@@ -313,6 +313,10 @@ class GraphSet:
             if self.options.strict:
                 raise
             self.give_up(f"{type(error).__name__}: {error}")
+
+    def _new_trimmer(self) -> Trimmer:
+        is_compared = not self._rows_are_independent and self._dummy is not None
+        return Trimmer(*self._output_rows, several_each=is_compared)
 
     def _agreed_on(self, new: list[GraphKey]) -> list[GraphKey]:
         if self._agree is None:

@@ -2,8 +2,10 @@
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from .dispatching.descriptor import BatchDescriptor, BatchShape
@@ -25,14 +27,19 @@ class _Seen:
         self.is_tensor = isinstance(leaf, torch.Tensor)
         self.dims: list[set[Follows] | None] = [None] * leaf.dim() if self.is_tensor else []
 
-    def narrow_down(self, leaf: Any, possible: Sequence[tuple[Follows, int]]) -> str | None:
-        """Take in another size; what is wrong with it, if anything."""
+    def narrow_down(
+        self, leaf: Any, possible: Sequence[tuple[Follows, int]], tokens: int, *, several_each: bool
+    ) -> str | None:
+        """Take in another size; what is wrong with it, if anything. `several_each`: whether a dimension may
+        have any number of rows for each token."""
         if not self.is_tensor or not isinstance(leaf, torch.Tensor):
             return None if not self.is_tensor and same_constant(leaf, self.first) else self._differs(leaf)
         if leaf.dim() != len(self.dims):
             return f"has {len(self.dims)} dimensions at one size and {leaf.dim()} at another"
         for dim, size in enumerate(leaf.shape):
             consistent = {follows for follows, rows in possible if rows == size}
+            if several_each and size > tokens and size % tokens == 0:
+                consistent.add((Extent.TOKEN, size // tokens))
             if self.first[dim] == size:
                 consistent.add(_FIXED)
             before = self.dims[dim]
@@ -41,7 +48,7 @@ class _Seen:
                 return (
                     f"has {self.first[dim]} rows along dimension {dim} at one size and {size} at another: "
                     f"neither one per token, nor one per request, nor a fixed number, so padding cannot be "
-                    f"cut off"
+                    f"cut off. Return rows of which each belongs to one row of the inputs, in their order"
                 )
         return None
 
@@ -63,11 +70,14 @@ class Trimmer:
     not. The runner shows it every rung, and, where that leaves a doubt, one batch of another size.
     """
 
-    def __init__(self, dim: int = 0, rows_per_request: int = 1) -> None:
+    def __init__(self, dim: int = 0, rows_per_request: int = 1, *, several_each: bool = False) -> None:
         """`dim`: where outputs count their rows if sizes do not tell. `rows_per_request`: outputs may have so
-        many rows for each request, those of one request behind another's."""
+        many rows for each request, those of one request behind another's. `several_each`: they may have any
+        number of rows for each token, the same for all; only where contents are compared afterwards, because
+        sizes do not tell whose rows come first."""
         self._dim = dim
         self._rows_per_request = rows_per_request
+        self._several_each = several_each
         self._names: list[str] | None = None
         self._seen: list[_Seen] = []
         self._sizes: set[tuple[int, int]] = set()
@@ -75,7 +85,7 @@ class Trimmer:
 
     def copy(self) -> "Trimmer":
         """One that has seen the same, and may see more."""
-        twin = Trimmer(self._dim, self._rows_per_request)
+        twin = Trimmer(self._dim, self._rows_per_request, several_each=self._several_each)
         twin._names, twin._sizes, twin._refusal = self._names, set(self._sizes), self._refusal
         twin._seen = [copy.copy(seen) for seen in self._seen]
         for seen in twin._seen:
@@ -100,7 +110,7 @@ class Trimmer:
         if self._rows_per_request > 1:
             possible.append(((Extent.REQUEST, self._rows_per_request), reqs * self._rows_per_request))
         for name, seen, (*_, leaf) in zip(self._names, self._seen, named, strict=True):
-            wrong = seen.narrow_down(leaf, possible)
+            wrong = seen.narrow_down(leaf, possible, tokens, several_each=self._several_each)
             if wrong is not None:
                 self._refuse(f"{name} {wrong}")
 
@@ -118,6 +128,18 @@ class Trimmer:
         """CaptureError, naming it, if padding cannot be kept out of some output."""
         if self._refusal:
             raise CaptureError(self._refusal)
+
+    @property
+    def with_several_each(self) -> list[str]:
+        """The names of outputs with several rows for each token."""
+        return [
+            name
+            for position, name in enumerate(self.names)
+            if any(
+                extent is Extent.TOKEN and each > 1
+                for extent, each in map(partial(self._follows, position), range(self._dims_of(position)))
+            )
+        ]
 
     @property
     def names(self) -> list[str]:
@@ -138,7 +160,10 @@ class Trimmer:
         possible = self._seen[position].dims[dim] or {_FIXED}
         rows = [(Extent.TOKEN, 1), (Extent.REQUEST, 1), (Extent.REQUEST, self._rows_per_request)]
         order: list[Follows] = [*rows, _FIXED] if dim == self._dim else [_FIXED, *rows]
-        return next(follows for follows in order if follows in possible)
+        return next((follows for follows in order if follows in possible), min(possible))
+
+    def _dims_of(self, position: int) -> int:
+        return len(self._seen[position].dims)
 
     def _refuse(self, why: str) -> None:
         self._refusal = self._refusal or why
@@ -150,7 +175,7 @@ def same_constant(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, float | complex):
+    if isinstance(a, float | complex | np.inexact):
         return repr(a) == repr(b)
     try:
         return bool(a == b)

@@ -50,6 +50,11 @@ _FLIPS = 0.02
 None in `verify`, and all of them in a batch of a few rows."""
 
 
+_SEVERAL_EACH = (
+    "has several rows for each row of the inputs, but those of one row do not lie behind another's (as "
+    "repeat_interleave and view(-1, D) put them; repeat and cat do not), or they depend on the batch, so "
+    "padding cannot be cut off: return [rows, k, ...], and flatten it outside"
+)
 _BY_CHANCE = 6
 """Random batches that are tried if rows mix, for effects that only some numbers show."""
 _SMALLEST = 2
@@ -59,12 +64,14 @@ _SMALLEST = 2
 def refuse_dependence_on_the_batch(
     runner: Verifiable, make: Callable[[BatchDescriptor], Batch], works: Mapping[GraphKey, Work]
 ) -> None:
-    """Raise CaptureError, naming the output, if rows of a graph differ grossly from those without padding.
+    """Raises CaptureError, naming the output, if rows of a graph differ grossly from those without padding,
+    or if an output has several rows for each of the inputs' and no trial could tell whose come first.
 
     Tried are the largest graph at half its size, the smallest graphs that are ever padded, and every graph
     that does different work than the next smaller one (`works`), these with the fewest rows that they serve.
     A step that only works at some sizes cannot be compared at others.
     """
+    is_compared = False
     for graph, shape, flips in _worth_a_trial(runner, works):
         given = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
         # Both signs: zeros of padding win where all numbers are negative, or where all are positive.
@@ -73,9 +80,12 @@ def refuse_dependence_on_the_batch(
         }
         for batch in (given, negative):
             trials = _refuse_dependence(runner, graph, shape, batch, flips)
+        is_compared = is_compared or trials is not None
         if trials is not None and _rows_mix(runner, graph, shape, given, trials):
             for batch, own_flips in _telling(given, runner.buffers.fields, shape):
                 _refuse_dependence(runner, graph, shape, batch, max(flips, own_flips))
+    if runner.outputs.with_several_each and not is_compared:
+        raise CaptureError(f"{runner.outputs.with_several_each[0]} {_SEVERAL_EACH}")
 
 
 def _worth_a_trial(
@@ -140,6 +150,8 @@ def _refuse_dependence(
         _, wrong = dependence(runner.outputs.names, got, padded, allowed)
     if wrong is not None and not trials.draws_random:
         raise CaptureError(f"{wrong} of a replay differs from what the step computes")
+    if dependent in runner.outputs.with_several_each:
+        raise CaptureError(f"{dependent} {_SEVERAL_EACH}")
     raise CaptureError(
         f"{dependent} depends on the batch: its rows differ when {shape.num_reqs} rows are padded to "
         f"{graph.descriptor.num_reqs}. The step contains a sum, mean or norm over the batch, or its length "

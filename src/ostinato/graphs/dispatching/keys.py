@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from .descriptor import BatchDescriptor
-from .ladder import Ladder
+from .ladder import Ladder, plain_int
 from .mode import GraphMode
 
 
@@ -20,8 +20,8 @@ class GraphKey(NamedTuple):
 
 def capture_keys(
     mode: GraphMode | str,
-    decode_ladder: Ladder | None,
-    token_ladder: Ladder | None,
+    decode_ladder: Ladder | Iterable[int] | None,
+    token_ladder: Ladder | Iterable[int] | None,
     *,
     query_len: int = 1,
     max_reqs: int,
@@ -31,12 +31,15 @@ def capture_keys(
 ) -> list[GraphKey]:
     """The keys of the graphs to capture for a mode, largest first.
 
-    `decode_ladder` counts requests (of `query_len` tokens each) and is required if the decode path is FULL;
-    `token_ladder` counts tokens and is required for all other graphs. Piecewise graphs serve both paths, any
-    context and cascade attention, so each is listed once. With `cascade`, every FULL decode graph gets a
-    second one for batches whose attention runs as a cascade.
+    A ladder is a `Ladder` or a list of sizes. `decode_ladder` counts requests (of `query_len` tokens each)
+    and is required if the decode path is FULL; `token_ladder` counts tokens and is required for all other
+    graphs. Piecewise graphs serve both paths, any context and cascade attention, so each is listed once. With
+    `cascade`, every FULL decode graph gets a second one for batches whose attention runs as a cascade.
     """
     mode = GraphMode.parse(mode)
+    decode_ladder = None if decode_ladder is None else Ladder.of(decode_ladder)
+    token_ladder = None if token_ladder is None else Ladder.of(token_ladder)
+    query_len, max_reqs = plain_int(query_len), plain_int(max_reqs)
     if max_reqs < 1:
         raise ConfigError(f"max_reqs must be at least 1, not {max_reqs}")
     for name, cases in (("lora_cases", lora_cases), ("context_buckets", context_buckets)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,11 @@ _PREFILL: tuple[Band, ...] = (
 )
 
 
+def plain_int(value: Any) -> Any:
+    """Returns Python's own integer for NumPy's, and anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 def _is_positive_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -46,7 +52,7 @@ class Ladder(tuple[int, ...]):
         """Make a ladder from explicit sizes in any order: positive integers without duplicates."""
         if not isinstance(sizes, Iterable):
             raise ConfigError(f"a ladder must be a list of sizes, not {sizes!r}")
-        given = list(sizes)
+        given = list(map(plain_int, sizes))
         if not given:
             raise ConfigError("a ladder needs at least one size")
         for size in given:
@@ -65,6 +71,7 @@ class Ladder(tuple[int, ...]):
 
     @classmethod
     def _from_bands(cls, limit: int, bands: Iterable[Band]) -> Ladder:
+        limit = plain_int(limit)
         _check_limit(limit)
         sizes: list[int] = []
         for first, last, step in bands:
@@ -99,6 +106,8 @@ class Ladder(tuple[int, ...]):
         `histogram` maps batch sizes to how often they were seen. The last rung is `limit`, by default the
         largest size seen. Of equally good ladders it is the smallest, compared from the last rung down.
         """
+        histogram = {plain_int(size): plain_int(times) for size, times in histogram.items()}
+        rungs, limit = plain_int(rungs), plain_int(limit)
         for size, times in histogram.items():
             if not _is_positive_int(size):
                 raise ConfigError(f"a batch size must be a positive integer, not {size!r}")

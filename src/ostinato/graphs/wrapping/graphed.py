@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..capturing.pool import GraphPool
-from ..dispatching.ladder import Ladder
+from ..dispatching.ladder import Ladder, plain_int
 from ..dispatching.mode import GraphMode
 from ..errors import ConfigError
 from ..inputs.fields import Scalar
@@ -54,6 +54,7 @@ def graphed(
         raise ConfigError(f"the mode of a wrapper must be NONE, PIECEWISE or FULL, not {mode.name}")
     if not callable(function):
         raise ConfigError(f"graphed() needs a function or module, not a {type(function).__name__}")
+    batch_dim, compile_up_to = plain_int(batch_dim), plain_int(compile_up_to)
     if batch_dim < 0:
         raise ConfigError(f"batch_dim counts from the front and must not be negative, as {batch_dim} is")
     settings = Settings(

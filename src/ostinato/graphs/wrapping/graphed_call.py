@@ -31,7 +31,7 @@ from .first_run import FirstRun
 from .no_gradients import differentiated, refusing_backward
 from .reached import Reached
 from .signature import EmptyBatchError, Examples, Signature, is_opaque, refuse_overlap
-from .transforms import inside_transform
+from .transforms import has_replaced_parameters, inside_transform, is_differentiated_by_torch
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -65,13 +65,14 @@ class GraphedCall:
         decided, mode = decided_step_mode(), self.settings.mode
         if decided is not None and decided is not mode:
             return self.function(*args, **kwargs)
-        transformed = inside_transform()
+        by = differentiated(self.function, args, kwargs)
+        transformed = inside_transform() or (bool(by) and is_differentiated_by_torch())
         if transformed or mode is GraphMode.NONE:
             reason = Reason.DISABLED if mode is GraphMode.NONE else Reason.TRANSFORMED
-            return self._eagerly(reason, args, kwargs, differentiable=transformed)
+            result = self._eagerly(reason, args, kwargs, differentiable=transformed)
+            return refusing_backward(result, by) if by and not transformed else result
         if self._shares_results.owner is not threading.current_thread():
             self._take_over()
-        by = differentiated(self.function, args, kwargs)
         if not self.settings.threads:
             result = self._serve(args, kwargs)
         else:
@@ -100,6 +101,8 @@ class GraphedCall:
                 if not opaque and reason not in self._warned_of:
                     self._warn_once(reason, self._unlike_captured(args, kwargs))
                 return self._eagerly(reason, args, kwargs)
+            if found is None and has_replaced_parameters():
+                return self._eagerly(Reason.TRANSFORMED, args, kwargs, differentiable=True)
             if found is None:
                 is_served, result = self._first_call(args, kwargs)
                 if is_served:
@@ -119,6 +122,8 @@ class GraphedCall:
         if why_not is not None:
             return self._eagerly(why_not, args, kwargs)
         if not ((is_standing or entry.reached.is_unchanged()) and entry.runner.reads_hold()):
+            if has_replaced_parameters():
+                return self._eagerly(Reason.TRANSFORMED, args, kwargs, differentiable=True)
             self.check_addresses()
         if not is_standing and entry.num_equal_changes < _MOST_EQUAL_CHANGES:
             # Equal numbers, only other objects; or something was added that no code mentions.

@@ -23,10 +23,13 @@ def differentiated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def refusing_backward(results: Any, by: list[torch.Tensor]) -> Any:
-    """The same results; `backward` through them raises an error that names the calls for training."""
+    """The same results; `backward` through those without gradients raises an error that names the calls for
+    training."""
 
     def refuse(tensor: torch.Tensor) -> Any:
-        return _Refusal.apply(tensor, *by) if tensor.is_floating_point() else tensor  # type: ignore[no-untyped-call]
+        if tensor.requires_grad or not tensor.is_floating_point():
+            return tensor
+        return _Refusal.apply(tensor, *by)  # type: ignore[no-untyped-call]
 
     return map_tensors(refuse, results)
 

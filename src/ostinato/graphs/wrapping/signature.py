@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..checking.stale import GuardedOutput
@@ -25,6 +26,7 @@ _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), slice, range, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     *(type, types.FunctionType, types.BuiltinFunctionType),
+    *(np.number, np.bool_),
 )
 """What can be compared with what was captured. Anything else may have been changed meanwhile."""
 

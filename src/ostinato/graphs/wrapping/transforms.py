@@ -1,5 +1,7 @@
 """Detects transforms and tracers that follow single operations, which a replay would hide from them."""
 
+import sys
+
 import torch
 from torch.autograd import forward_ad
 
@@ -13,3 +15,24 @@ def inside_transform() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+def has_replaced_parameters() -> bool:
+    """Whether `torch.func.functional_call` is calling, which puts other tensors in the places of parameters
+    meanwhile. It leaves no other sign, so the caller's frames are searched: ask only where places differ."""
+    return _is_called_from("torch.nn.utils.stateless")
+
+
+def is_differentiated_by_torch() -> bool:
+    """Whether `torch.autograd.functional` (`jacobian`, `hessian`, `vjp`) is calling, which will differentiate
+    the result by the arguments. Searches the caller's frames: ask only where an argument needs a gradient."""
+    return _is_called_from("torch.autograd.functional")
+
+
+def _is_called_from(module: str) -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

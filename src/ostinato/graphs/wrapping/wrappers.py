@@ -4,13 +4,18 @@ Note [The wrapper of a module]
 It is an object of a subclass of the module's own class and shares its `__dict__`. So every method of that
 class, overridden or not, works on the parameters, buffers, submodules and attributes of the module itself,
 and `isinstance` holds. Only calls are handled differently. The module itself is not changed.
+
+Neither the class nor its object is made by code of the wrapped class: not by its `__new__`, which may want
+arguments or make another class (torch.fx), nor by its metaclass, which may keep a list of all classes.
+Attributes in slots are the module's own.
 """
 
+import abc
 import copy
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,6 +74,10 @@ class _GraphControls:
 
     def __copy__(self) -> Any:
         return wrap(copy.copy(self.graph_call.function), self.graph_call.settings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Not by the wrapped class's own method, which would fill an object of the wrapper's class."""
+        return wrap(copy.deepcopy(self.graph_call.function, memo), self.graph_call.settings)
 
 
 class GraphedFunction(_GraphControls):
@@ -151,7 +160,7 @@ def wrap(function: Callable[..., Any], settings: Settings, pool: GraphPool | Non
         return GraphedFunction(call)
     wrapped: Any = type(function)
     kind = _wrapper_class(wrapped)
-    wrapper = kind.__new__(kind)
+    wrapper = object.__new__(kind)
     object.__setattr__(wrapper, "__dict__", vars(function))
     object.__setattr__(wrapper, "graph_call", call)
     return wrapper
@@ -164,5 +173,28 @@ def _wrapper_class(wrapped: type) -> Any:
         "__module__": wrapped.__module__,
         "__qualname__": wrapped.__qualname__,
         "__doc__": wrapped.__doc__,
+        "__slots__": ("graph_call",),
+        **{name: _slot_of_the_module(name) for name in _slots(wrapped)},
     }
-    return type(wrapped.__name__, bases, {"__slots__": ("graph_call",), **place})
+    metaclass = type(wrapped)
+    builder = abc.ABCMeta if issubclass(metaclass, abc.ABCMeta) else type
+    return builder.__new__(metaclass, wrapped.__name__, bases, place)
+
+
+def _slots(wrapped: type) -> Iterator[str]:
+    """The names of attributes that objects of a class keep outside `__dict__`."""
+    for each in wrapped.__mro__:
+        declared = vars(each).get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            is_private = name.startswith("__") and not name.endswith("__")
+            full = f"_{each.__name__.lstrip('_')}{name}" if is_private else name
+            if full not in ("__dict__", "__weakref__", "graph_call"):
+                yield full
+
+
+def _slot_of_the_module(name: str) -> property:
+    return property(
+        lambda self: getattr(self.graph_call.function, name),
+        lambda self, value: setattr(self.graph_call.function, name, value),
+        lambda self: delattr(self.graph_call.function, name),
+    )
