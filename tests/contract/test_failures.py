@@ -1,6 +1,7 @@
 """Clauses 7 and 8: nothing dies while capturing, and nothing is written before the decision."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def test_out_of_memory_sheds_the_large_rungs_and_the_rest_works(device, mode, ca
     assert set(runner.failures) == {key(size, mode) for size in (8, 16)}
     assert len(report.failures) == 2
     assert all("Tried to allocate 3.00 GiB" in cause for cause in report.failures.values())
-    assert sum("out-of-memory" in record.getMessage() for record in caplog.records) == 2
+    [told] = [record.getMessage() for record in caplog.records if "out-of-memory" in record.getMessage()]
+    assert all(str(key(size, mode).descriptor) in told for size in (8, 16)), "one warning for both"
     for n in range(1, 20):
         x = randn(n, WIDTH, device=device, seed=n)
         assert same(runner.run({"x": x}), x * 2), n
@@ -114,7 +116,10 @@ def test_a_rung_that_fails_is_reported_and_served_by_the_next_larger_one(device,
     runner = make_runner(device, step, [2, 4, 8], mode=mode, capture=False)
     report = runner.capture(progress=False)
     assert set(runner.graphs) == {key(size, mode) for size in (2, 8)}
-    assert report.failures == {f"{mode} {key(4, mode).descriptor}": "ValueError: no kernel for four"}
+    assert report.failures.keys() == {f"{mode} {key(4, mode).descriptor}"}
+    [cause] = report.failures.values()
+    assert cause.startswith("ValueError: no kernel for four")
+    assert f"{Path(__file__).name}:{step.__code__.co_firstlineno + 2} in step" in cause
     x = randn(4, WIDTH, device=device)
     assert runner.decide(BatchShape.decode(4)).descriptor == key(8, mode).descriptor
     assert same(runner.run({"x": x}), x * 2)
@@ -247,6 +252,7 @@ def test_the_reasons_of_eager_steps_are_counted_and_shown(device):
         assert shown in text, shown
     data = json.loads(report.json())
     assert data["eager_steps"] == {"capture-failed": 2, "larger-than-max": 1}
-    assert data["failures"] == {"full decode 8x1": "ValueError: no kernel for eight"}
+    assert data["failures"].keys() == {"full decode 8x1"}
+    assert data["failures"]["full decode 8x1"].startswith("ValueError: no kernel for eight")
     assert data["totals"]["eager_steps"] == 3
     assert data["totals"]["replays"] == 3

@@ -1,30 +1,119 @@
-"""Which line of the user's code is at fault: the innermost frame that is neither torch's nor ours."""
+"""Which line of the user's code is at fault: the innermost frame that is neither ours nor a library's.
 
+Where a library's code runs below that line, its own line is named as well, and `known_calls` knows what to do
+about many of them.
+"""
+
+import linecache
 import sys
-import traceback
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-_PACKAGES = (str(Path(file).resolve().parent) for file in (__file__, torch.__file__))
-_HIDDEN_PREFIXES = (*_PACKAGES, "<frozen", "<string>")
-_HIDDEN_PARTS = ("/triton/", "/contextlib.py", "/functools.py")
+Frames: TypeAlias = list[tuple[FrameType, int]]
+"""Frames with the line that each executes, innermost first."""
+
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_OURS = str(Path(__file__).resolve().parent)
+_HIDDEN_PARTS = ("/triton/", "/contextlib.py", "/functools.py", "/runpy.py")
+_PASS_ON = "__init__ nn/modules/module overrides _tensor _ops _jit_internal functional utils/"
+_MACHINERY = tuple(f"{_TORCH}/{file}" for file in _PASS_ON.split())
+"""Files of torch's that say nothing of what was called."""
+_PYTHONS_OWN = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
-def _innermost(frames: traceback.StackSummary) -> str | None:
-    for frame in reversed(frames):
-        file = frame.filename
-        if not file.startswith(_HIDDEN_PREFIXES) and not any(part in file for part in _HIDDEN_PARTS):
-            return f"{file}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
-    return None
+class Blame(NamedTuple):
+    """Where something was done that cannot be captured."""
+
+    line: str | None
+    """The user's line, as ``file:line in function: source``."""
+    inside: str | None = None
+    """The line of a library, called from there, that did it."""
+
+    def __str__(self) -> str:
+        return "; inside ".join(part for part in self if part)
 
 
-def calling_line(frame: FrameType | None = None) -> str | None:
+@cache
+def _is_hidden(file: str, module: str) -> bool:
+    """Whether a file is torch's, ours, or one that only passes calls on."""
+    if file.startswith(("<frozen", "<string>")):
+        return module != "__main__"  # `python -c` calls the user's code so
+    return file.startswith((_TORCH, _OURS)) or any(part in file for part in _HIDDEN_PARTS)
+
+
+@cache
+def _is_library(file: str) -> bool:
+    """Whether a file was installed, and is not the user's own."""
+    return any(f"/{part}/" in file for part in ("site-packages", "dist-packages")) or file.startswith(
+        _PYTHONS_OWN
+    )
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs code of the user's own."""
+    file = frame.f_code.co_filename
+    return not _is_hidden(file, frame.f_globals.get("__name__", "")) and not _is_library(file)
+
+
+def frames_now(frame: FrameType | None = None) -> Frames:
+    """The frames that are executing."""
+
+    def outwards(each: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+        while each is not None:
+            yield each, each.f_lineno
+            each = each.f_back
+
+    return list(outwards(frame or sys._getframe(1)))
+
+
+def frames_of(error: TracebackType | None) -> Frames:
+    """The frames that an exception came through."""
+    frames = []
+    while error is not None:
+        frames.append((error.tb_frame, error.tb_lineno))
+        error = error.tb_next
+    return frames[::-1]
+
+
+def below_user(frames: Frames) -> Frames:
+    """Those of libraries that the user's innermost line is waiting for; all if there is no such line."""
+    return list(takewhile(lambda each: not is_users(each[0]), frames))
+
+
+def blamed(frames: Frames) -> Blame:
+    """The user's line, and a library's below it. Without a line of the user's, a library's stands for it."""
+    below = below_user(frames)
+    shown = [each for each in below if not _is_machinery(*each)]
+    if len(below) < len(frames):
+        return Blame(_line(*frames[len(below)]), _line(*shown[0]) if shown else None)
+    files = [each for each in shown if not each[0].f_code.co_filename.startswith(_TORCH)]
+    return Blame(_line(*files[0]) if files else None)
+
+
+def calling_line() -> str | None:
     """The user's line that is executing now, as ``file:line in function: source``."""
-    return _innermost(traceback.extract_stack(frame or sys._getframe(1)))
+    return blamed(frames_now(sys._getframe(1))).line
 
 
 def raising_line(tb: TracebackType | None) -> str | None:
     """The user's line that an exception came from."""
-    return _innermost(traceback.extract_tb(tb))
+    return blamed(frames_of(tb)).line
+
+
+def _is_machinery(frame: FrameType, _line: int) -> bool:
+    """Whether a frame tells a reader nothing: ours, or one of torch's that only passes calls on."""
+    file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+    return file.startswith(_MACHINERY) or (_is_hidden(file, module) and not file.startswith(_TORCH))
+
+
+def _line(frame: FrameType, number: int) -> str:
+    code = frame.f_code
+    source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+    return f"{code.co_filename}:{number} in {code.co_name}" + (f": {source}" if source else "")

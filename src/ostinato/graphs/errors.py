@@ -16,9 +16,11 @@ class BatchError(OstinatoError, ValueError):
 class CaptureError(OstinatoError, RuntimeError):
     """Something cannot be captured. Has the line of user code at fault, if there is one."""
 
-    def __init__(self, message: str, *, where: str | None = None) -> None:
-        super().__init__(f"{message} (at {where})" if where else message)
-        self.where = where
+    def __init__(self, message: str, *, where: str | None = None, inside: str | None = None) -> None:
+        """`inside`: the line of a library that the user's line called, if that is at fault."""
+        place = "; inside ".join(line for line in (where, inside) if line)
+        super().__init__(f"{message} (at {place})" if place else message)
+        self.where, self.inside = where, inside
 
 
 class ColdKernelError(CaptureError):

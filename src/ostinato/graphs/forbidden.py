@@ -1,13 +1,15 @@
 """What a CUDA graph capture forbids: which calls, why, and what to write instead.
 
 A dispatch mode sees ATen calls (`forbidden_op`). On a CPU some host reads make none (`tolist`, `numpy`,
-printing); a function mode sees those (`forbidden_function`). A recording on the tape refuses the first such
+printing), and of some the call says more than what it comes to (an index); a function mode sees those
+(`forbidden_function`). A recording on the tape refuses the first such
 call; the doctor lists all of them.
 """
 
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from .memory import tensors_of
@@ -34,6 +36,10 @@ _HOST_DATA = (
     "and let the step read it, or build it on the device (torch.arange, torch.full)"
 )
 
+_NUMBER = (
+    "copies a number from host memory to the device: use the number itself, or torch.full((), n, device=)"
+)
+
 _REFUSED_FUNCTIONS = {
     getattr(torch.Tensor, name): why
     for why, names in {
@@ -46,7 +52,9 @@ _REFUSED_FUNCTIONS = {
 
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _ONE_HOT = torch._C._nn.one_hot
-WATCHED_FUNCTIONS = frozenset({*_REFUSED_FUNCTIONS, *_SPLITS, _ONE_HOT})
+_INDEXES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_OF_PYTHON_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+WATCHED_FUNCTIONS = frozenset({*_REFUSED_FUNCTIONS, *_SPLITS, *_INDEXES, *_OF_PYTHON_DATA, _ONE_HOT})
 """Functions that `forbidden_function` has to see."""
 
 _FOR_PYTHON = "returns the comparison of values to Python: use"
@@ -58,6 +66,7 @@ _REFUSED_OPS: dict[str, str] = {
     "aten::_linalg_check_errors": "checks every row for errors, including padding: use the variant that "
     "returns them (torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex)",
     "aten::_pack_padded_sequence": "reads lengths on the host: pack outside of the captured step",
+    "aten::_nested_tensor_from_mask_left_aligned": f"{_FOR_PYTHON} padded tensors",
     "aten::equal": f"{_FOR_PYTHON} torch.eq(...).all(), which stays a tensor",
     "aten::allclose": f"{_FOR_PYTHON} torch.isclose(...).all(), which stays a tensor",
     "aten::nonzero": f"{_DYNAMIC} use torch.where with three arguments, or torch.nonzero_static",
@@ -65,7 +74,30 @@ _REFUSED_OPS: dict[str, str] = {
     "aten::repeat_interleave": f"{_DYNAMIC} pass output_size=",
     "aten::bincount": f"{_DYNAMIC} use scatter_add_ into a buffer of fixed size",
 }
-_UNIQUE = f"{_DYNAMIC} do it outside of the captured step"
+_OUTSIDE = f"{_DYNAMIC} do it outside of the captured step"
+_LIST_INDEX = (
+    "copies the index from host memory: use a slice, or keep the index in a tensor made before the capture"
+)
+_HOST_INDEX = (
+    "copies the index to the device: keep it there (register_buffer, .to(device) before the capture)"
+)
+_NUMBER_INDEX = (
+    "reads the index into Python, which would wait for the device: use index_select, or give the index one "
+    "dimension more (x[i.view(1)])"
+)
+_BOUND = (
+    "reads the bound into Python, which would wait for the device: keep the whole row and mask it with "
+    "torch.arange(...) < bound"
+)
+_CLASSES = "looks for the largest value, to know the number of classes: pass num_classes="
+_NAMES = {
+    "aten::_local_scalar_dense": "reading a value",
+    "aten::_linalg_check_errors": "a function of torch.linalg",
+    "aten::_pack_padded_sequence": "pack_padded_sequence",
+    "aten::_unique": "unique",
+    "aten::_unique2": "unique",
+}
+"""What users call what ATen calls so."""
 _MASK_READ = (
     "indexes with a boolean mask, so its shape depends on values: use torch.where, which keeps the shape"
 )
@@ -75,6 +107,7 @@ _MOVES = (
     "addresses: give the tensor its final size beforehand, or write into it with copy_"
 )
 
+_MASKS = (torch.bool, torch.uint8)
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEX_READS = {aten.index, aten._unsafe_index}
 _INDEX_WRITES = {aten.index_put_, aten.index_put, aten._index_put_impl_, aten._unsafe_index_put}
@@ -107,7 +140,7 @@ class Seen(Protocol):
 
 
 def _has_mask(indices: Any) -> bool:
-    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(indices))
+    return any(index.dtype in _MASKS for index in tensors_of(indices))
 
 
 @cache
@@ -138,7 +171,7 @@ def forbidden_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seen:
         return None
     if name in _RESIZES:
         return None if seen.is_inside(args[0]) else Forbidden(plain, _MOVES)
-    return Forbidden(plain, _REFUSED_OPS.get(name, _UNIQUE))
+    return Forbidden(_NAMES.get(name, plain), _REFUSED_OPS.get(name, _OUTSIDE))
 
 
 def _crossing(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forbidden | None:
@@ -161,7 +194,54 @@ def forbidden_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return Forbidden(f"Tensor.{func.__name__}", why)
     if func in _SPLITS and any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values())):
         return Forbidden("tensor_split", _READ)
+    if func in _INDEXES:
+        return _forbidden_index(args[0], args[1])
+    if func in _OF_PYTHON_DATA:
+        return _of_a_number(func, args, kwargs)
+    if func is _ONE_HOT and _classes(*args, **kwargs) < 0:
+        return Forbidden("one_hot", _CLASSES)
     return None
+
+
+def _forbidden_index(tensor: torch.Tensor, index: Any) -> Forbidden | None:
+    """An index that is brought to the device, or to Python, first."""
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, slice):
+            bounds = (part.start, part.stop, part.step)
+            if any(isinstance(bound, torch.Tensor) and bound.device == tensor.device for bound in bounds):
+                return Forbidden("tensor[start:end] with a bound in a tensor", _BOUND)
+        elif isinstance(part, torch.Tensor):
+            is_number = part.dim() == 0 and not part.is_floating_point() and part.dtype not in _MASKS
+            if is_number and part.device == tensor.device:
+                return Forbidden("tensor[number] with the number in a tensor", _NUMBER_INDEX)
+            if part.dim() > 0 and part.is_cpu and not tensor.is_cpu:
+                return Forbidden("tensor[index] with the index in host memory", _HOST_INDEX)
+        elif _is_host_data(part):
+            return Forbidden("tensor[list]", _LIST_INDEX)
+    return None
+
+
+def _is_host_data(value: Any) -> bool:
+    """Whether an index is a list of numbers, or an array."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and value.size > 0
+    return isinstance(value, list) and bool(value) and all(map(_is_number_or_more, value))
+
+
+def _is_number_or_more(value: Any) -> bool:
+    return isinstance(value, int | np.integer | np.bool_) or _is_host_data(value)
+
+
+def _of_a_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forbidden | None:
+    """A tensor of one number that is to be on the device: unlike one in host memory, which may take part in
+    arithmetic there, it is copied. That of a list is found by the call that makes it."""
+    is_method = func is torch.Tensor.new_tensor
+    data = next(iter(args[is_method:]), kwargs.get("data", kwargs.get("obj")))
+    if not isinstance(data, int | float | complex | np.number | np.bool_):
+        return None
+    device = kwargs.get("device") or (args[0].device if is_method else None)
+    stays = device is None or (isinstance(device, str) and torch.device(device).type == "cpu")
+    return None if stays else Forbidden("a tensor of a number", _NUMBER)
 
 
 def one_hot_unchecked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -1,16 +1,18 @@
 """The graphs of a step: captured within a budget, agreed on between ranks, dropped, recorded again."""
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .backends import Backend
+from .blame import blamed, frames_of
 from .capturing.budget import Weight, affordable, predicted_growth
-from .capturing.captured import CapturedGraph
+from .capturing.captured import CapturedGraph, UnnamedCallError
 from .capturing.gate import capture_gate, frozen_gc, require_open_gate, turn
 from .capturing.pool import GraphPool
 from .capturing.progress import CaptureProgress
@@ -18,11 +20,13 @@ from .capturing.recorder import Step, StepRecorder
 from .capturing.trial import Trials
 from .checking.addresses import AddressBook
 from .checking.batch_dependence import refuse_dependence_on_the_batch
+from .checking.obstacles import ObstacleWatch
 from .dispatching.descriptor import BatchDescriptor
 from .dispatching.dispatch import Dispatcher, Reason
 from .dispatching.keys import GraphKey, capture_order
 from .dispatching.mode import GraphMode
-from .errors import CaptureError, ConfigError
+from .errors import CaptureError, ConfigError, OstinatoError
+from .forbidden import Forbidden
 from .inputs.buffers import Batch, InputBuffers
 from .options import CaptureOptions
 from .report import describe
@@ -72,6 +76,8 @@ class GraphSet:
         """By how many bytes each graph was expected to make the pool grow, if it was weighed."""
         self.failures: dict[GraphKey, str] = {}
         """Rungs that could not be captured, with the cause."""
+        self._untold: list[tuple[GraphKey, Reason]] = []
+        """Of those, what has not been logged yet."""
         self.sinks = dict(sinks or {})
         self._recorder = StepRecorder(
             step,
@@ -121,7 +127,12 @@ class GraphSet:
         for key in missing:
             self.failures.pop(key, None)
         try:
-            with capture_gate(), frozen_gc(self.options.freeze_gc), CaptureProgress(missing, progress) as bar:
+            with (
+                self._telling(),
+                capture_gate(),
+                frozen_gc(self.options.freeze_gc),
+                CaptureProgress(missing, progress) as bar,
+            ):
                 logger.info("capturing %d graphs on %s", len(missing), self.pool.device)
                 kept = self._within_budget(missing, bar)
                 self._recorder.warm_up(kept)
@@ -134,7 +145,8 @@ class GraphSet:
                 self._new.clear()
                 self._settle_outputs(new)
             is_captured = True
-            new = self._agreed_on([key for key in new if key in self.graphs])
+            with self._telling():
+                new = self._agreed_on([key for key in new if key in self.graphs])
         except BaseException:
             self._new.clear()
             self._forget(missing)
@@ -187,7 +199,7 @@ class GraphSet:
 
     def put_up(self, standing: Standing) -> None:
         """Record them again; only inside `capture_gate()`. Their counters continue."""
-        with self.buffers.kept():
+        with self._telling(), self.buffers.kept():
             for counts, captured in zip(standing, (self.graphs, self._new), strict=True):
                 for key, (replays, real_tokens) in counts.items():
                     self._capture_or_explain(key, captured)
@@ -198,7 +210,22 @@ class GraphSet:
     def capture_one(self, key: GraphKey) -> CapturedGraph:
         """Capture one graph; only inside `capture_gate()`."""
         require_open_gate()
-        return self._recorder.capture(key, among=self.keys)
+        try:
+            return self._recorder.capture(key, among=self.keys)
+        except UnnamedCallError as error:
+            raise self._named(error, key) from error
+
+    def _named(self, error: UnnamedCallError, key: GraphKey) -> CaptureError:
+        """The same error with the call that a capture on the device does not name: one run more, watched,
+        shows it."""
+        watch = ObstacleWatch(piecewise=key.mode is GraphMode.PIECEWISE)
+        with suppress(Exception):
+            self._recorder.run_within(watch, key.descriptor)
+        there = [each for each in watch.obstacles if (each.where, each.inside) == (error.where, error.inside)]
+        if not there:
+            return error
+        found = Forbidden(there[0].what, there[0].why)
+        return CaptureError(str(found), where=error.where, inside=error.inside)
 
     def try_out(self, key: GraphKey) -> None:
         """Run the step of a key once, on padding, and undo its effects."""
@@ -218,17 +245,39 @@ class GraphSet:
             self.dispatcher.mark_failed(gone, Reason.NOT_CAPTURED)
         with turn:
             self._forget(dropped)
+        if key is None:
+            self.pool.causes_told.clear()
 
     def give_up(self, cause: str) -> None:
         """Drop all graphs because none of them can be correct."""
-        for key in list(self.graphs):
-            self._forget([key])
-            self._give_up(key, Reason.CAPTURE_FAILED, cause)
+        with self._telling():
+            for key in list(self.graphs):
+                self._forget([key])
+                self._give_up(key, Reason.CAPTURE_FAILED, cause)
 
     def refuse(self, cause: str) -> None:
         """Capture nothing, record the cause, and run all steps eagerly."""
-        for key in self.keys:
-            self._give_up(key, Reason.CAPTURE_FAILED, cause)
+        with self._telling():
+            for key in self.keys:
+                self._give_up(key, Reason.CAPTURE_FAILED, cause)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A context after which each cause for which graphs were given up is logged, once for all sizes. If
+        other kinds of calls failed for the same cause, it is not repeated."""
+        try:
+            yield
+        finally:
+            causes: dict[tuple[GraphMode, Reason, str], list[GraphKey]] = {}
+            for key, reason in self._untold:
+                causes.setdefault((key.mode, reason, _without_numbers(self.failures[key])), []).append(key)
+            self._untold.clear()
+            for (mode, reason, cause), keys in causes.items():
+                if reason is Reason.CAPTURE_FAILED and (mode, cause) in self.pool.causes_told:
+                    continue
+                self.pool.causes_told.add((mode, cause))
+                sizes = ", ".join(str(key.descriptor) for key in keys)
+                logger.warning("no %s graph for %s (%s): %s", mode, sizes, reason, self.failures[keys[0]])
 
     def _graphs_changed(self) -> None:
         """What was known of them, and of the batch that the buffers hold, holds no more."""
@@ -271,7 +320,7 @@ class GraphSet:
     def _give_up(self, key: GraphKey, reason: Reason, cause: str) -> None:
         self.failures[key] = cause
         self.dispatcher.mark_failed(key, reason)
-        logger.warning("no %s graph for %s (%s): %s", key.mode, key.descriptor, reason, cause)
+        self._untold.append((key, reason))
         self.pool.shrink_if_unused()
         self.backend.release_unused()
 
@@ -288,7 +337,7 @@ class GraphSet:
         except Exception as error:
             if self.options.strict:
                 raise
-            return Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}"
+            return Reason.CAPTURE_FAILED, _told(error, key)
         if self.pool.over_budget and self.pool.bytes > bytes_before:
             held, budget = self.pool.bytes, self.pool.budget
             del captured[key]
@@ -372,6 +421,23 @@ class GraphSet:
 
     def _is_pooled(self, tensor: torch.Tensor) -> bool:
         return self.pool.memory.contains(tensor.data_ptr())
+
+
+def _told(error: Exception, key: GraphKey) -> str:
+    """Why a graph could not be captured."""
+    told = f"{type(error).__name__}: {error}"
+    blame = blamed(frames_of(error.__traceback__))
+    if isinstance(error, OstinatoError) or blame.line is None:
+        return told
+    return (
+        f"{told} (at {blame}). A step must run at every capture size, here {key.descriptor}: a tensor that "
+        f"has one row for each of the batch must be an argument, or be made from one inside the step"
+    )
+
+
+def _without_numbers(cause: str) -> str:
+    """What causes of different sizes have in common."""
+    return re.sub(r"\d+(, \d+)*", "#", cause)
 
 
 def _count(graph: CapturedGraph) -> tuple[int, int]:

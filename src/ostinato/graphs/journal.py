@@ -19,7 +19,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from .blame import frames_now
 from .dispatch_mode import WatchingMode
+from .forbidden import Forbidden
+from .known_calls import refusal
 from .memory import byte_range, is_foreign, is_plain, settled, storage_address, tensors_of
 
 aten = torch.ops.aten
@@ -113,6 +116,13 @@ def _writes_somewhere(func: Any) -> bool:
     return func.namespace != "aten" or any(
         word in str(func) for word in ("index", "scatter", "put", "masked")
     )
+
+
+def _not_dense(tensor: torch.Tensor) -> str:
+    """Why a tensor like this cannot be in a graph, and where it is used."""
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    why = "has no fixed size, and graphs support dense tensors only: keep it out of the step"
+    return str(refusal(Forbidden(f"a {kind} tensor", why), frames_now()))
 
 
 @dataclass(frozen=True)
@@ -239,8 +249,8 @@ class WriteJournal(SavedWrites, WatchingMode):
             return NotImplemented
         for tensor in given:
             if tensor.layout is not torch.strided or tensor.is_nested:
-                kind = "nested" if tensor.is_nested else str(tensor.layout)
-                self.obstacle = f"the step uses {kind} tensors, but graphs support dense tensors only"
+                if self.obstacle is None:
+                    self.obstacle = _not_dense(tensor)
                 return func(*args, **kwargs)
         if func.namespace != "profiler":
             is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from ..blame import raising_line
+from ..blame import frames_of
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.keys import GraphKey
 from ..errors import CaptureError, OstinatoError
+from ..forbidden import Forbidden
+from ..known_calls import explained
 from ..memory import Allocate, tensor_over
 from ..options import CaptureOptions
 from ..trees import flatten, leaves_of, map_tensors
@@ -18,6 +20,10 @@ from .autocast import clean_autocast_cache
 from .gate import recording
 from .pool import GraphPool, Lent
 from .segments import BoundaryCapture, Bridges, SegmentedGraph
+
+
+class UnnamedCallError(CaptureError):
+    """The device refused to capture something, and only says that it did."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +103,34 @@ def _is_capture_violation(error: BaseException) -> bool:
 
 def _explained(error: BaseException) -> CaptureError:
     """The error for something that recording forbids, with the user's line."""
-    where = raising_line(error.__traceback__)
+    frames = frames_of(error.__traceback__)
+    unnamed = Forbidden("", "")
+    found, blame = explained(unnamed, frames)
     if "fail_on_recompile" in str(error):
-        return CaptureError(f"torch.compile compiled something during recording: {error}", where=where)
+        told = f"torch.compile compiled something during recording: {error}"
+        return CaptureError(told, where=blame.line, inside=blame.inside)
     first_line = str(error).splitlines()[0]
     if "unjoined" in first_line:
         return CaptureError(
             "the step forked to a side stream and did not join it: let the current stream wait for it "
             "(wait_stream) before the step ends",
-            where=where,
+            where=blame.line,
         )
-    return CaptureError(
+    if "legacy stream" in first_line:
+        return CaptureError(
+            f"something runs on the default stream, which cannot be captured ({first_line}): use the current "
+            f"stream, or one of your own that waits for it (wait_stream), and hold no earlier "
+            f"result with its autograd graph",
+            where=blame.line,
+            inside=blame.inside,
+        )
+    if found is not unnamed:
+        return CaptureError(str(found), where=blame.line, inside=blame.inside)
+    return UnnamedCallError(
         f"not allowed while a graph is recorded: {first_line}. Reading a value in Python, a data-dependent "
         f"shape or a copy to the host cannot be captured; do it before or after the step",
-        where=where,
+        where=blame.line,
+        inside=blame.inside,
     )
 
 

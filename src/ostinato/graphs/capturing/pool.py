@@ -85,6 +85,8 @@ class GraphPool:
         """Number of replays; outputs of earlier generations have been overwritten."""
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The captured graphs in the pool, of all runners."""
+        self.causes_told: set[Any] = set()
+        """Why graphs were given up, as far as it was logged."""
         self.owner: threading.Thread | None = None
         """The thread whose results a replay overwrites; used by wrappers."""
         self._source = memory

@@ -6,7 +6,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -171,9 +171,18 @@ class StepRecorder:
 
     def output_at(self, descriptor: BatchDescriptor) -> Any:
         """What the step returns for a size that may have no graph."""
+        return self.run_within(nullcontext(), descriptor)
+
+    def run_within(self, watching: AbstractContextManager[Any], descriptor: BatchDescriptor) -> Any:
+        """The same, from a run within this context; the context is for the step alone."""
+
+        def step() -> Any:
+            with watching:
+                return self._step(**arguments)
+
         with self.quiet():
             arguments = self._dummy_arguments(descriptor, self._dummy)
-            return self.trials().run(lambda: self._step(**arguments))
+            return self.trials().run(step)
 
     def _record(self, key: GraphKey, warmups: int) -> Recorded:
         step = self._compiled.for_key(key)

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from ..blame import calling_line
+from ..blame import Blame, frames_now
 from ..capture_queries import answering_capture_queries
 from ..capturing.segments import eager_calls_by
 from ..dispatch_mode import WatchingMode
@@ -21,6 +21,7 @@ from ..forbidden import (
     forbidden_op,
     one_hot_unchecked,
 )
+from ..known_calls import explained
 from ..memory import is_foreign, is_plain, tensors_of
 from ..replaced import replaced
 
@@ -41,10 +42,13 @@ class Obstacle:
     """What that call does, and what to write instead; continues a sentence that begins with "it"."""
     times: int
     """How often that happened in one run of the step."""
+    inside: str | None = None
+    """The line of a library, called from the user's, that did it."""
 
     def __str__(self) -> str:
         often = f" ({self.times} times)" if self.times > 1 else ""
-        return f"{self.where or 'not in code of yours'}\n    {self.what}{often}: {self.why}"
+        inside = f"\n    inside {self.inside}" if self.inside else ""
+        return f"{self.where or 'not in code of yours'}{inside}\n    {self.what}{often}: {self.why}"
 
 
 class _Memory:
@@ -84,7 +88,7 @@ class ObstacleWatch:
         self.operations = 0
         """ATen calls seen."""
         self._piecewise = piecewise
-        self._times: dict[tuple[str | None, Forbidden], int] = {}
+        self._times: dict[tuple[Blame, Forbidden], int] = {}
         self._passing = 0
         self._open = ExitStack()
 
@@ -92,18 +96,22 @@ class ObstacleWatch:
     def obstacles(self) -> tuple[Obstacle, ...]:
         """What was found, in the order in which it was met."""
         found = self._times.items()
-        return tuple(Obstacle(where, call.what, call.why, times) for (where, call), times in found)
+        return tuple(
+            Obstacle(blame.line, call.what, call.why, times, blame.inside) for (blame, call), times in found
+        )
 
     def __str__(self) -> str:
         operations = counted(self.operations, "operation")
         found = [f"{counted(len(self.obstacles), 'obstacle')} in {operations}"]
         return "\n".join([*found, *map(str, self.obstacles)])
 
-    def note(self, found: Forbidden | None, where: str | None = None) -> None:
+    def note(self, found: Forbidden | None, blame: Blame | None = None) -> None:
         """Add to the list, unless this is inside something that is on it, or need not be."""
-        if found is not None and not self._passing:
-            key = where or calling_line(), found
-            self._times[key] = self._times.get(key, 0) + 1
+        if found is None or self._passing:
+            return
+        if blame is None:
+            found, blame = explained(found, frames_now())
+        self._times[blame, found] = self._times.get((blame, found), 0) + 1
 
     @contextmanager
     def passing(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ..backends import backend_for
-from ..blame import raising_line
+from ..blame import blamed, frames_of
 from ..capturing.autocast import clean_autocast_cache
 from ..capturing.captured import CapturedGraph
 from ..capturing.gate import turn
@@ -113,7 +113,7 @@ def diagnose(call: Examined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
             causes.append(str(error))
         report = call.report()
     for cause in dict.fromkeys(report.failures.values()):
-        if not any(obstacle.where and f"(at {obstacle.where})" in cause for obstacle in watch.obstacles):
+        if not any(obstacle.where and f"(at {obstacle.where}" in cause for obstacle in watch.obstacles):
             causes.append(cause)
     return Diagnosis(watch.obstacles, watch.operations, tuple(causes), report, verification)
 
@@ -144,7 +144,7 @@ def _examine(call: Examined, signature: Signature, batch: Batch, watch: Obstacle
     except Exception as error:
         text = str(error).splitlines()
         what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-        watch.note(Forbidden(what, _RAISED), where=raising_line(error.__traceback__))
+        watch.note(Forbidden(what, _RAISED), blamed(frames_of(error.__traceback__)))
     return watch
 
 

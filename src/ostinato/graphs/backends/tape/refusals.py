@@ -5,8 +5,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from ...blame import calling_line
-from ...errors import CaptureError
+from ...blame import frames_now
 from ...forbidden import (
     WATCHED_FUNCTIONS,
     Forbidden,
@@ -14,12 +13,13 @@ from ...forbidden import (
     forbidden_op,
     one_hot_unchecked,
 )
+from ...known_calls import refusal
 from .storages import StorageTable
 
 
 def _refuse(forbidden: Forbidden | None) -> None:
     if forbidden is not None:
-        raise CaptureError(str(forbidden), where=calling_line())
+        raise refusal(forbidden, frames_now())
 
 
 def check_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], storages: StorageTable) -> None:
