@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 # Type checkers read imports, not the table below; `X as X` tells them that X is public.
 if TYPE_CHECKING:  # isort: off
+    from .block import CapturedBlock as CapturedBlock, capture_block as capture_block
     from .capturing.captured import CapturedGraph as CapturedGraph
     from .capturing.gate import capture_gate as capture_gate, frozen_gc as frozen_gc
     from .options import CaptureOptions as CaptureOptions
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # isort: off
     from .wrapping.graphed import graphed as graphed
 
 _PUBLIC = {
+    "block": "CapturedBlock capture_block",
     "capturing.captured": "CapturedGraph",
     "capturing.gate": "capture_gate frozen_gc",
     "options": "CaptureOptions",

@@ -98,6 +98,11 @@ _KNOWN = (
         "reads on the host whether gradients overflowed: pass it to graphed_train_step(scaler=)",
     ),
     _Known(
+        *("torch.optim.optimizer", "_get_value", "{}"),
+        "counts its steps on the host: create it with capturable=True on a GPU, or let graphed_train_step do "
+        "the step",
+    ),
+    _Known(
         *("torch.testing.", "*", "a check of torch.testing"),
         "compares values on the host: check after the replay what the step returns",
     ),

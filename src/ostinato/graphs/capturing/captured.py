@@ -1,7 +1,8 @@
 """Records a step, and keeps the result."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,20 +39,41 @@ class Recorded:
     raw: Any
 
 
-def record(
-    step: Callable[[], Any], pool: GraphPool, options: CaptureOptions, bridges: Bridges, *, piecewise: bool
-) -> Recorded:
-    """Record one call of `step` into the pool. The only place where anything is captured."""
-    with recording(), torch.inference_mode(False), torch.no_grad(), clean_autocast_cache():
+class Ongoing:
+    """A recording in progress."""
+
+    def __init__(self) -> None:
+        self.output: Any = None
+        """What must be found again; set it before the recording ends."""
+        self.recorded: Recorded | None = None
+        """What it gave; there when it has ended."""
+
+
+@contextmanager
+def being_recorded(
+    pool: GraphPool, options: CaptureOptions, bridges: Bridges, *, piecewise: bool, with_grad: bool
+) -> Iterator[Ongoing]:
+    """Record what is done in this context into the pool. The only place where anything is captured.
+
+    `with_grad`: leave it to the caller whether autograd takes notes.
+    """
+    grad_enabled = with_grad and torch.is_grad_enabled()
+    with (
+        recording(),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad_enabled),
+        clean_autocast_cache(),
+    ):
         bytes_before = pool.bytes
         started = time.perf_counter()
         session = pool.backend.session(pool.memory, options)
+        ongoing = Ongoing()
         try:
             session.begin()
             with BoundaryCapture(session, bridges, piecewise=piecewise) as boundaries:
-                output = step()
-            kept = session.keep(output)
-            del output
+                yield ongoing
+            kept = session.keep(ongoing.output)
+            ongoing.output = None
             finished = session.finish()
         except BaseException as error:
             session.abort()
@@ -59,7 +81,7 @@ def record(
                 raise _explained(error) from error
             raise
         pool.overwrite()  # recording may have written over outputs in the pool
-        return Recorded(
+        ongoing.recorded = Recorded(
             graph=boundaries.assemble(finished.segments),
             output=kept.tree,
             nodes=finished.nodes,
@@ -67,6 +89,16 @@ def record(
             seconds=time.perf_counter() - started,
             raw=finished.raw,
         )
+
+
+def record(
+    step: Callable[[], Any], pool: GraphPool, options: CaptureOptions, bridges: Bridges, *, piecewise: bool
+) -> Recorded:
+    """Record one call of `step` into the pool."""
+    with being_recorded(pool, options, bridges, piecewise=piecewise, with_grad=False) as ongoing:
+        ongoing.output = step()
+    assert ongoing.recorded is not None
+    return ongoing.recorded
 
 
 def with_outputs_of_their_own(

@@ -76,8 +76,8 @@ class AddressBook:
         """Accept the present addresses as correct: a new capture has just read them."""
         self._addresses = [_addresses_of(source) for source in self._sources]
 
-    def check(self) -> None:
-        """Raise AddressError, naming the tensors, if any has moved."""
+    def check(self, or_else: str | None = None) -> None:
+        """Raise AddressError, naming the tensors, if any has moved. `or_else`: what to do but keep them."""
         moved: list[str] = []
         known: set[int] = set()
         for source, addresses in zip(self._sources, self._addresses, strict=True):
@@ -94,7 +94,7 @@ class AddressBook:
                 now_at = None if alive is None else alive.data_ptr()
                 moved.append(_moved(f"a tensor {looks} that the step reads", address, now_at))
         if moved:
-            raise moved_error(moved)
+            raise moved_error(moved) if or_else is None else moved_error(moved, or_else)
 
 
 def moved_error(

@@ -1,0 +1,3 @@
+"""The contract of `contract/test_block.py`, on CUDA."""
+
+from contract.test_block import *  # noqa: F403
