@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from contract.steps import randn
-from ostinato.graphs import AddressError, BatchError, CaptureError, ConfigError, make_graphed_callables
+from ostinato.graphs import AddressError, CaptureError, ConfigError, make_graphed_callables
 
 WIDTH = 6
 
@@ -116,8 +116,9 @@ def test_without_a_ladder_fewer_rows_are_padded_only_where_they_may_be(device, k
             )
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
-    assert ours.forward.eager_steps == {"padding-disabled": 1}
-    assert caplog.text.count("fewer rows than 6 run eagerly in part 0") == 1
+    is_padded = kind in ("rows behind", "weight")
+    assert ours.forward.eager_steps == ({} if is_padded else {"padding-disabled": 1})
+    assert caplog.text.count("fewer rows than 6") == (0 if is_padded else 1)
 
 
 def test_random_numbers_hide_no_count_of_rows(device):
@@ -227,37 +228,6 @@ def test_a_gradient_that_autograd_holds_is_not_overwritten_by_the_next_backward(
         (a.sin() + other(x)).sum().backward()
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
-
-
-def test_a_backward_whose_memory_was_overwritten_is_refused(device):
-    first, second = graphed(parts(device), device)
-    x = randn(8, WIDTH, device=device).requires_grad_()
-    old = first(x)
-    first(x)
-    with pytest.raises(BatchError, match="too late"):
-        old.sum().backward()
-    late = second(x)
-    first(x)  # out of order
-    with pytest.raises(BatchError, match="too late"):
-        late.sum().backward()
-    loss = first(x).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(BatchError, match="second time"):
-        loss.backward()
-
-
-def test_a_result_that_eager_code_saved_is_refused_after_the_next_round(device):
-    (part,) = graphed(parts(device, count=1), device)
-    weight = randn(WIDTH, device=device).requires_grad_()
-    x = randn(8, WIDTH, device=device)
-    with torch.no_grad():
-        kept = part(x)
-    product = (kept * weight).sum()
-    with torch.no_grad():
-        part(x + 1)
-        part(x + 2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
 
 
 def test_what_no_graph_serves_runs_eagerly_with_its_gradients(device):

@@ -41,6 +41,7 @@ class Reason(StrEnum):
     FIRST_CALL = "first-call"  # arguments of this kind were seen for the first time
     OPAQUE_ARGUMENT = "opaque-argument"  # an argument cannot be compared with the captured one
     EMPTY_BATCH = "empty-batch"  # the call has no rows
+    IN_FLIGHT = "in-flight"  # earlier calls of a part wait for their backward in the memory it would use
     TRANSFORMED = "inside-transform"  # called inside torch.func.vmap, grad or the like
     UNSEEN_SIGNATURE = "unseen-signature"  # arguments are of a different kind than the captured ones
 

@@ -10,15 +10,16 @@ from ..capturing.autocast import clean_autocast_cache
 from ..capturing.gate import capture_gate, frozen_gc, turn
 from ..capturing.pool import GraphPool
 from ..capturing.segments import Bridges
-from ..dispatching.ladder import Ladder
+from ..dispatching.ladder import Ladder, plain_int
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
 from ..errors import ConfigError
 from ..options import CaptureOptions
 from ..trees import tensors_in
 from .checkpointing import draws_are_kept
+from .in_flight import InFlight
+from .part_recording import PartRecorder
 from .parts import GraphedPart
-from .rounds import Rounds
 
 
 def make_graphed_callables(
@@ -31,15 +32,31 @@ def make_graphed_callables(
     enabled: bool = True,
     pool: GraphPool | None = None,
     ladder: Ladder | Sequence[int] | None = None,
+    in_flight: int | None = None,
+    results: str = "copied",
 ) -> Any:
     """Serve modules or functions from graphs, forward and backward: torch's call of the same name.
 
-    One callable or a tuple of them, with sample arguments for each; call them in this order. A module is
-    returned itself, with another `forward`. `ladder`: numbers of rows to capture, along dimension 0; by
-    default that of the samples. Fewer rows are padded; more rows, arguments of another kind, or another
-    training mode run eagerly and are counted in `forward.eager_steps`. An input gets a gradient only if it
-    has `requires_grad` in the samples. `sample_kwargs`, `enabled`: as in TransformerEngine. `pool`: memory
-    shared with other graphs.
+    One callable or a tuple of them, with sample arguments for each. A module is returned itself, with another
+    `forward`. More rows than captured, arguments of another kind, or another training mode run eagerly and
+    are counted in `forward.eager_steps`. An input gets a gradient only if it has `requires_grad` in the
+    samples. `sample_kwargs`, `enabled`: as in TransformerEngine.
+
+    Args:
+        callables: modules or functions. Those of one list may be called, and differentiated, in any order.
+        sample_args: arguments of each, a tuple or a tensor. The first tensor tells the number of rows;
+            arguments with another size along dimension 0 are taken as having none.
+        num_warmup_iters: eager runs before recording, which leave no trace.
+        allow_unused_input: allow parameters and inputs that get no gradient.
+        pool: memory shared with other graphs. One that replays between forward and backward makes the
+            backward raise.
+        ladder: numbers of rows to capture, along dimension 0; default: that of the samples. Fewer rows are
+            padded.
+        in_flight: how many calls of each part may wait for their backward, each with memory of its own, as in
+            pipelines, or if a part is used several times in a step. A further one raises. By default one;
+            further ones run eagerly, with a warning.
+        results: "copied", or "guarded" to save the copy: results then are in memory that a later call of the
+            part overwrites, and using one afterwards raises.
     """
     is_single = not isinstance(callables, tuple | list)
     functions = (callables,) if is_single else tuple(callables)
@@ -54,15 +71,33 @@ def make_graphed_callables(
         raise ConfigError("pool must be an ostinato.graphs.GraphPool, not one of torch's pool handles")
     if not enabled:
         return callables
+    if in_flight is not None and plain_int(in_flight) < 1:
+        raise ConfigError(f"in_flight must be at least 1, not {in_flight}")
+    if results not in ("copied", "guarded"):
+        raise ConfigError(f'results must be "copied" or "guarded", not {results!r}')
+    _refuse_some(functions)
     samples = tuple(sample if isinstance(sample, tuple) else (sample,) for sample in samples)
     pool = pool or GraphPool(_device_of(functions, samples))
     rungs = None if ladder is None else Ladder.of(ladder)
-    rounds = Rounds()
+    calls = InFlight(pool, len(functions), plain_int(in_flight or 1))
     parts = [
-        GraphedPart(number, f, args, kwargs, rungs, pool, rounds, allow_unused=allow_unused_input)
+        GraphedPart(
+            number,
+            f,
+            args,
+            kwargs,
+            rungs,
+            pool,
+            calls,
+            may_wait=in_flight is None,
+            guards_results=results == "guarded",
+            allow_unused=allow_unused_input,
+        )
         for number, (f, args, kwargs) in enumerate(zip(functions, samples, keywords, strict=True))
     ]
-    _capture(parts, pool, CaptureOptions(warmups=num_warmup_iters))
+    _capture(
+        [part.recorder for part in parts], calls.num_places, pool, CaptureOptions(warmups=num_warmup_iters)
+    )
     served = []
     for function, part in zip(functions, parts, strict=True):
         if isinstance(function, torch.nn.Module):
@@ -70,13 +105,29 @@ def make_graphed_callables(
         served.append(function if isinstance(function, torch.nn.Module) else part)
     for part in parts:
         part.settle()
+    calls.settle()
     return served[0] if is_single else tuple(served)
 
 
-def _capture(parts: Sequence[GraphedPart], pool: GraphPool, options: CaptureOptions) -> None:
-    """Largest rung first; within a rung forward in order, backward in reverse."""
+def _refuse_some(functions: Sequence[Any]) -> None:
+    for number, function in enumerate(functions):
+        if isinstance(function, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"part {number} is a torch.jit.ScriptModule, whose parameters cannot be followed: pass the "
+                f"module that it was made from"
+            )
+        if any(function is other for other in functions[:number]):
+            raise ConfigError(
+                f"part {number} is listed twice: list it once, and pass in_flight= the number of its calls "
+                f"before the backward"
+            )
+
+
+def _capture(
+    parts: Sequence[PartRecorder], num_places: int, pool: GraphPool, options: CaptureOptions
+) -> None:
+    """Largest capture size first; within a level all forwards, then all backwards."""
     bridges = Bridges(pool.allocate)
-    rungs = sorted({rung for part in parts for rung in part.ladder}, reverse=True)
     with (
         turn,
         capture_gate(),
@@ -91,14 +142,19 @@ def _capture(parts: Sequence[GraphedPart], pool: GraphPool, options: CaptureOpti
                 part.find_written(options)
             for part in parts:
                 part.find_dependence_on_the_batch(options)
-            for rung in rungs:
-                present = [part for part in parts if rung in part.ladder]
-                for part in present:
+            for level in range(max(len(part.ladder) for part in parts)):
+                present = [(part, part.ladder[-1 - level]) for part in parts if level < len(part.ladder)]
+                for part, rung in present:
                     part.warm_up(rung, options.warmups, options)
-                for part in present:
-                    part.record_forward(rung, bridges, options)
-                for part in reversed(present):
-                    part.record_backward(rung, bridges, options)
+                places = range(num_places)
+                for place in places:
+                    for part, rung in present:
+                        part.record_forward(rung, place, bridges, options)
+                for place in reversed(places):
+                    for part, rung in reversed(present):
+                        part.record_backward(rung, place, bridges, options)
+                for part, _ in present:
+                    part.release()
 
 
 def _device_of(functions: Sequence[Any], samples: Sequence[Any]) -> torch.device:

@@ -16,6 +16,7 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Field
 from ..journal import WriteJournal
 from ..trees import flatten
+from ..trimming import Trimmer
 from ..wrapping.signature import Examples
 from .padding import evaluating
 
@@ -35,6 +36,8 @@ class RowTrial:
     examples: Examples
     modules: list[torch.nn.Module]
     rung: int
+    outputs: Trimmer
+    """Learns here which rows of results are real."""
 
     def is_alike(self, trials: Trials) -> bool:
         """Whether real rows are the same whatever padding holds, and without padding; dropout is compared as
@@ -47,6 +50,10 @@ class RowTrial:
             is_number = dtype.is_floating_point or dtype.is_complex
             return gross(dtype, self.buffers.device, journal) if is_number else 0.0
 
+        try:
+            self._learn(trials)
+        except Exception:  # it may support only one number of rows, or return what follows their number
+            return False
         journal = WriteJournal()  # trials that are given the state do not watch themselves
         trials.run(lambda: self._watched_by(journal))
         one, other = trials.run(self._padded), trials.run(lambda: self._padded(poison=True))
@@ -61,6 +68,14 @@ class RowTrial:
             except Exception:  # it may support only one number of rows
                 return False
 
+    def _learn(self, trials: Trials) -> None:
+        """Raises CaptureError if padding cannot be cut off some result."""
+        for rung in (self.rung, self.rung // 2):
+            inputs = self._of(rung)
+            output = trials.run(lambda inputs=inputs: self._output_of(inputs))  # type: ignore[misc]
+            self.outputs.observe(BatchDescriptor.decode(rung), output)
+        self.outputs.check()
+
     def _watched_by(self, journal: WriteJournal) -> None:
         with suppress(Exception), journal:  # code that must not be watched raises; real failures recur
             self._padded()
@@ -72,20 +87,22 @@ class RowTrial:
     def _padded(self, *, poison: bool = False) -> list[Any]:
         shape, descriptor = BatchShape.decode(self.rung // 2), BatchDescriptor.decode(self.rung)
         self.buffers.fill(self._half(), shape, descriptor, poison=poison)
-        leaves = self._leaves_of(self.buffers.views(descriptor))
-        return [self._first_half(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        leaves = flatten(self._output_of(self.buffers.views(descriptor)))[0]
+        return [
+            self.outputs.trim(position, leaf, shape).clone() if isinstance(leaf, torch.Tensor) else leaf
+            for position, leaf in enumerate(leaves)
+        ]
 
     def _alone(self) -> list[Any]:
-        half = {name: tensor.to(self.buffers.device) for name, tensor in self._half().items()}
-        return self._leaves_of(half)
+        return flatten(self._output_of(self._of(self.rung // 2)))[0]
+
+    def _of(self, rows: int) -> Batch:
+        batch = self.examples.dummy(BatchDescriptor.decode(rows))
+        return {name: tensor.to(self.buffers.device, copy=True) for name, tensor in batch.items()}
 
     def _half(self) -> Batch:
         return self.examples.dummy(BatchDescriptor.decode(self.rung // 2))
 
-    def _leaves_of(self, inputs: Batch) -> list[Any]:
+    def _output_of(self, inputs: Batch) -> Any:
         with torch.no_grad():
-            return flatten(self.call(inputs))[0]
-
-    def _first_half(self, leaf: torch.Tensor) -> torch.Tensor:
-        has_rows = leaf.dim() > 0 and leaf.size(0) == self.rung
-        return (leaf[: self.rung // 2] if has_rows else leaf).clone()
+            return self.call(inputs)

@@ -1,52 +1,35 @@
-"""One part of a model from graphs, with its backward."""
+"""One part of a model served from graphs, with its backward."""
 
-import functools
 import logging
+import types
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ..capturing import python_draws
 from ..capturing.autocast import AutocastState
-from ..capturing.captured import Recorded, record
 from ..capturing.gate import is_recording, turn
 from ..capturing.pool import GraphPool
-from ..capturing.segments import Bridges
-from ..capturing.trial import Trials
 from ..checking.addresses import moved_error
-from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..checking.stale import guarded
+from ..dispatching.descriptor import BatchShape
 from ..dispatching.dispatch import Reason
 from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import decided_step_mode
-from ..errors import BatchError, CaptureError
-from ..inputs.buffers import Batch, InputBuffers
-from ..journal import WriteJournal
-from ..options import CaptureOptions
-from ..trees import Structure, flatten, tensors_in
-from ..wrapping.signature import Examples, Signature
-from .gradients import leaves_behind, without_hooks
-from .part_padding import RowTrial, with_poison
-from .places import Places, Written, written_by
+from ..errors import BatchError, ConfigError
+from ..inputs.buffers import Batch
+from ..trees import flatten
+from ..wrapping.signature import EmptyBatchError
+from ..wrapping.transforms import has_replaced_parameters, inside_transform
+from .in_flight import Call, InFlight, Lease
+from .part_recording import Pair, PartRecorder, Rows
 from .python_values import PythonValues
-from .rounds import Rounds
 
 logger = logging.getLogger("ostinato.graphs")
 
-
-class _Pair:
-    """Forward and backward of one part at one rung."""
-
-    def __init__(self, descriptor: BatchDescriptor) -> None:
-        self.descriptor = descriptor
-        self.forward: Recorded
-        self.backward: Recorded | None = None
-        self.structure: Structure
-        self.differentiable: list[bool] = []
-        self.grad_outputs: list[torch.Tensor] = []
+_CAPTURE_AGAIN = "call make_graphed_callables() again to capture as things are"
 
 
 class GraphedPart:
@@ -60,166 +43,45 @@ class GraphedPart:
         kwargs: dict[str, Any],
         ladder: Ladder | None,
         pool: GraphPool,
-        rounds: Rounds,
+        in_flight: InFlight,
         *,
+        may_wait: bool,
+        guards_results: bool,
         allow_unused: bool,
     ) -> None:
-        self.function = function.forward if isinstance(function, torch.nn.Module) else function
+        """`may_wait`: whether calls beyond those that may be in flight run eagerly; otherwise they raise.
+        `guards_results`: hand out results in the memory of the graphs, with a guard, instead of copies."""
         self._module = function if isinstance(function, torch.nn.Module) else None
-        self._number, self._pool, self._rounds, self._allow_unused = number, pool, rounds, allow_unused
-        self._signature = Signature.of(self.function, args, kwargs, batch_dim=0, shared=(), pads={})
-        found = self._signature.batch_of(args, kwargs)
-        if found is None or self._signature.opaque is not None:
-            raise BatchError(f"sample arguments of part {number} must be tensors and plain values")
-        batch, shape = found
-        self.ladder = ladder or Ladder([shape.num_tokens])
-        self._examples = Examples(self._signature, batch)
-        self._wants = {name: tensor.requires_grad for name, tensor in batch.items()}
-        self._parameters = [p for p in (self._module.parameters() if self._module else ()) if p.requires_grad]
-        self._modules = [self._module] if self._module else []
-        self._places = Places(self._modules)
-        self._written = Written({}, ())
+        self.function = plain_forward(function)
+        """What the part does without graphs."""
+        self.number, self._pool, self._in_flight = number, pool, in_flight
+        self._may_wait, self._guards_results = may_wait, guards_results
         self._values = PythonValues(
-            function,  # its own hooks run around it, parameters' hooks after it
+            function if self._module else self.function,  # its own hooks run around it, parameters' after it
             with_hooks_of=lambda owner: isinstance(owner, torch.nn.Module) and owner is not function,
         )
-        self._is_padded = True
-        """Whether fewer rows than a rung has are padded."""
-        self._buffers = InputBuffers(
-            [with_poison(field, batch[field.name]) for field in self._signature.tensor_fields],
-            max_tokens=self.ladder.limit,
-            device=pool.device,
-            allocate=pool.allocate,
+        self.recorder = PartRecorder(
+            number,
+            self.function,
+            self._module,
+            self._values,
+            args,
+            kwargs,
+            ladder,
+            pool,
+            num_places=in_flight.num_places,
+            allow_unused=allow_unused,
         )
-        self._pairs: dict[int, _Pair] = {}
-        self._alive: tuple[list[Any], list[torch.Tensor]] | None = None
+        self._places = self.recorder.places
+        self._levels: dict[int, int] = {}
+        self._told: set[str] = set()
         self.eager_steps: Counter[Reason] = Counter()
         """Calls without a graph, by reason."""
         self.replays = 0
 
-    # -- capturing ---------------------------------------------------------------------------------
-
-    def find_written(self, options: CaptureOptions) -> None:
-        """Record what the part writes when it runs. Raises CaptureError if Python carries state over."""
-        trials, rung = self._trials(options), self.ladder.limit
-        with self._values.put_back(), trials.undone():
-            views = self._fill(rung)
-            own = [*self._places.buffers().values(), *views.values()]
-            self._written = written_by(lambda: self._try(rung), besides=own)
-            carries = self._values.why_no_graph(lambda: self._journal_of(rung))
-        self._alive = None
-        if carries is not None:
-            raise CaptureError(f"part {self._number}: {carries}")
-
-    def _journal_of(self, rung: int) -> WriteJournal:
-        journal = WriteJournal()
-        try:
-            with suppress(Exception), journal:  # code that must not be watched raises; real failures recur
-                self._try(rung)
-        finally:
-            journal.undo()
-        return journal
-
-    def _trials(self, options: CaptureOptions) -> Trials:
-        state = {**self._places.buffers(), **self._written.tensors}
-        generators = tuple(dict.fromkeys([*options.generators, *self._written.generators]))
-        return Trials(self._pool.backend, state=state, generators=generators)
-
-    def warm_up(self, rung: int, times: int, options: CaptureOptions) -> None:
-        """Run forward and backward, without a trace."""
-        trials = self._trials(options)
-        with self._values.first_step():
-            trials.run(lambda: self._try(rung))
-        with self._values.named():
-            for _ in range(1, times):
-                trials.run(lambda: self._try(rung))
-
-    def find_dependence_on_the_batch(self, options: CaptureOptions) -> None:
-        """Determine whether real rows depend on what padded rows hold, or on the number of rows: then nothing
-        is padded, and a ladder of several rungs raises CaptureError."""
-        rung = self.ladder.limit
-        if rung < 2:
-            return
-        call = functools.partial(self._signature.call, self.function)
-        trial = RowTrial(call, self._buffers, self._examples, self._modules, rung)
-        self._is_padded = trial.is_alike(self._trials(options))
-        if not self._is_padded and len(self.ladder) > 1:
-            raise CaptureError(
-                f"the rows of part {self._number} depend on each other or on how many there are, so none can "
-                f"be padded: leave out ladder=, or keep such layers outside the part"
-            )
-
-    def _try(self, rung: int) -> None:
-        output = self._run_forward(rung)
-        assert self._alive is not None
-        known = [*self._alive[1], *self._parameters]
-        for leaf in leaves_behind(tensors_in(output)):
-            if not any(leaf is one for one in known):
-                raise CaptureError(
-                    f"part {self._number} uses a tensor {list(leaf.shape)} that requires a gradient but is "
-                    f"neither its argument nor its parameter, so it would get none: pass it as an argument"
-                )
-        self._run_backward(None)
-
-    def _run_forward(self, rung: int) -> Any:
-        views = self._fill(rung)
-        inputs = {name: view.detach().requires_grad_(self._wants[name]) for name, view in views.items()}
-        with torch.enable_grad(), python_draws.refused_in_graphs():
-            output = self._signature.call(self.function, inputs)
-        self._alive = ([output], list(inputs.values()))
-        return output
-
-    def _fill(self, rung: int) -> dict[str, torch.Tensor]:
-        descriptor = BatchDescriptor.decode(rung)
-        if not is_recording():
-            self._buffers.fill(self._examples.dummy(descriptor), BatchShape.decode(rung), descriptor)
-        return self._buffers.views(descriptor)
-
-    def _run_backward(self, given: Sequence[torch.Tensor] | None) -> list[torch.Tensor | None]:
-        assert self._alive is not None
-        (output,), inputs = self._alive
-        self._alive = None
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        wanted = [tensor for tensor in (*inputs, *self._parameters) if tensor.requires_grad]
-        if not outputs or not wanted:
-            return []
-        if given is None:
-            given = [torch.ones_like(tensor) for tensor in outputs]
-        with torch.enable_grad(), without_hooks(self._parameters):
-            return list(torch.autograd.grad(outputs, wanted, list(given), allow_unused=self._allow_unused))
-
-    def record_forward(self, rung: int, bridges: Bridges, options: CaptureOptions) -> None:
-        """The first half of a pair; what autograd keeps stays alive until the second."""
-        pair = self._pairs[rung] = _Pair(BatchDescriptor.decode(rung))
-        self._fill(rung)
-        pair.forward = record(lambda: self._run_forward(rung), self._pool, options, bridges, piecewise=False)
-        assert self._alive is not None
-        leaves, pair.structure = flatten(self._alive[0][0])
-        without_rows = [t for t in tensors_in(leaves) if t.dim() == 0 or t.size(0) != rung]
-        self._is_padded = self._is_padded and not without_rows
-        if without_rows and len(self.ladder) > 1:
-            raise CaptureError(
-                f"part {self._number} returns {list(without_rows[0].shape)}, which does not have one row for "
-                f"each row of its inputs, so padding cannot be cut off"
-            )
-        pair.differentiable = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-        pair.grad_outputs = [
-            torch.zeros_like(leaf, requires_grad=False)
-            for leaf, wanted in zip(leaves, pair.differentiable, strict=True)
-            if wanted
-        ]
-
-    def record_backward(self, rung: int, bridges: Bridges, options: CaptureOptions) -> None:
-        """The second half."""
-        pair = self._pairs[rung]
-        if pair.grad_outputs:
-            pair.backward = record(
-                lambda: self._run_backward(pair.grad_outputs), self._pool, options, bridges, piecewise=False
-            )
-        self._alive = None
-
     def settle(self) -> None:
-        """Called when all rungs are captured, and a module has its new `forward`."""
+        """Called when all capture sizes are recorded, and a module has its new `forward`."""
+        self._levels = {rung: level for level, rung in enumerate(reversed(self.recorder.ladder))}
         self._places.note()
         self._values.note()
         self._surroundings = self._now()
@@ -227,119 +89,219 @@ class GraphedPart:
 
     @property
     def leaves(self) -> list[Any]:
-        """All outputs, of all rungs."""
-        return [leaf for pair in self._pairs.values() for leaf in flatten(pair.forward.output)[0]]
+        """All outputs, of all capture sizes."""
+        return [leaf for pairs in self.recorder.pairs.values() for pair in pairs for leaf in pair.leaves]
 
     def _now(self) -> tuple[Any, ...]:
         wanted = [p.requires_grad for p in self._module.parameters()] if self._module else []
         return AutocastState.now(), wanted
 
-    # -- running -----------------------------------------------------------------------------------
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy of the module runs eagerly: graphs read the memory of the original."""
+        method = self.function
+        if isinstance(method, types.MethodType):
+            is_of_class = getattr(type(method.__self__), "forward", None) is method.__func__
+            return _bound, (method.__self__, None if is_of_class else method.__func__)
+        raise TypeError("a part cannot be copied or pickled: graphs are addresses of this process")
+
+    # -- deciding ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """From a graph if one serves the call, else eagerly."""
         if is_recording() or decided_step_mode() is GraphMode.NONE:
             return self.function(*args, **kwargs)
-        found = self._signature.batch_of(args, kwargs)
-        reason = self._why_not(found)
-        if reason is not None:
-            self.eager_steps[reason] += 1
-            return self.function(*args, **kwargs)
-        assert found is not None
+        if inside_transform():
+            return self._eagerly(Reason.TRANSFORMED, args, kwargs)
+        try:
+            found = self.recorder.signature.batch_of(args, kwargs)
+        except EmptyBatchError:
+            return self._eagerly(Reason.EMPTY_BATCH, args, kwargs)
+        except BatchError:  # arguments without rows have another size than in the samples
+            found = None
+        if found is None:
+            self._tell_of_arguments(args, kwargs)
+            return self._eagerly(Reason.UNSEEN_SIGNATURE, args, kwargs)
         batch, shape = found
-        rows = shape.num_tokens
-        rung = self._rounds.rung_for(self._number, self.ladder.round_up(rows), rows)
-        if rung is None or rung not in self._pairs:
-            self.eager_steps[Reason.LARGER_THAN_MAX] += 1
-            return self.function(*args, **kwargs)
-        moved = self._places.moved()
-        if moved:
+        reason = self._why_not(batch)
+        if reason is not None:
+            return self._eagerly(reason, args, kwargs)
+        rung, reason = self._rung_for(shape.num_tokens)
+        if rung is None:
+            return self._eagerly(reason, args, kwargs)
+        if moved := self._places.moved():
+            if has_replaced_parameters():
+                return self._eagerly(Reason.TRANSFORMED, args, kwargs)
             raise moved_error(moved, "call make_graphed_callables again")
-        if rows < rung and not self._is_padded:
-            self._tell_of_fewer_rows(rung)
-            self.eager_steps[Reason.PADDING_DISABLED] += 1
-            return self.function(*args, **kwargs)
-        pair = self._pairs[rung]
-        tensors = _Replay.apply(self, pair, shape, tuple(batch), *batch.values(), *self._parameters)  # type: ignore[no-untyped-call]
-        self.replays += 1
-        return pair.structure.filled(list(tensors))
+        place = self._in_flight.free_place(self.number)
+        if place is None:
+            self._refuse_or_tell_of_calls_in_flight(batch)
+            return self._eagerly(Reason.IN_FLIGHT, args, kwargs)
+        return self._replayed(self.recorder.pairs[rung][place], place, batch, shape)
 
-    def _tell_of_fewer_rows(self, rung: int) -> None:
-        if not self.eager_steps[Reason.PADDING_DISABLED]:
-            logger.warning(
-                "fewer rows than %d run eagerly in part %d: its results depend on all rows together, or on "
-                "how many there are, so none can be padded",
-                rung,
-                self._number,
-            )
+    def _eagerly(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.eager_steps[reason] += 1
+        return self.function(*args, **kwargs)
 
-    def _why_not(self, found: tuple[Batch, BatchShape] | None) -> Reason | None:
-        if found is None or any(t.requires_grad and not self._wants[n] for n, t in found[0].items()):
-            return Reason.UNSEEN_SIGNATURE
+    def _why_not(self, batch: Batch) -> Reason | None:
+        for name, tensor in batch.items():
+            if tensor.requires_grad and not self.recorder.wants[name] and torch.is_grad_enabled():
+                self._tell(
+                    f"{name} requires a gradient and did not in the samples",
+                    "pass sample_args with requires_grad_(), or detach() it",
+                )
+                return Reason.UNSEEN_SIGNATURE
         autocast, wanted = self._now()
         if autocast != self._surroundings[0]:
+            self._tell("autocast is not as at the capture", _CAPTURE_AGAIN)
             return Reason.AUTOCAST_CHANGED
         if (changed := self._values.why_changed()) is not None:
+            if changed is Reason.TRAINING_MODE_CHANGED:
+                self._tell("train() or eval() was called since the capture", _CAPTURE_AGAIN)
             return changed
         if wanted != self._surroundings[1]:
+            if has_replaced_parameters():
+                return Reason.TRANSFORMED
+            self._tell("parameters were frozen or unfrozen since the capture", _CAPTURE_AGAIN)
             return Reason.ATTRIBUTE_CHANGED
         return None
 
-    def replay_forward(self, pair: _Pair, shape: BatchShape, batch: Batch) -> tuple[int, list[Any]]:
-        """The number of the round, and outputs without padded rows."""
-        with turn:
-            self._pool.backend.order_replays()
-            round_number = self._rounds.enter(self._number, pair.descriptor.num_tokens)
-            self._buffers.fill(batch, shape, pair.descriptor)
-            self._pool.overwrite()
-            pair.forward.graph.replay()
-        leaves = [
-            leaf.narrow(0, 0, shape.num_tokens) if self._has_rows(leaf, pair) else leaf
-            for leaf in flatten(pair.forward.output)[0]
-        ]
-        handed = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._rounds.lend([leaf for leaf in handed if isinstance(leaf, torch.Tensor)])
-        return round_number, handed
+    def _rung_for(self, rows: int) -> tuple[int | None, Reason]:
+        """The capture size for so many rows, or why there is none now."""
+        ladder, level = self.recorder.ladder, self._in_flight.level
+        rung = ladder.round_up(rows)
+        if rung is None:
+            self._tell(
+                f"a call has {rows} rows, more than the largest capture size {ladder.limit}", "see ladder="
+            )
+            return None, Reason.LARGER_THAN_MAX
+        if self._levels[rung] != level and self._in_flight.is_any():
+            # What smaller sizes save lies in the same memory.
+            rung = ladder[-1 - level] if level < len(ladder) else None
+            if rung is None or rung < rows:
+                self._tell(
+                    f"a call has {rows} rows while smaller calls wait for their backward",
+                    "call the largest one first",
+                )
+                return None, Reason.IN_FLIGHT
+        if rows < rung and not self.recorder.is_padded:
+            self._tell(
+                f"fewer rows than {rung}: its results depend on all rows together, or on how many there are, "
+                f"so none can be padded",
+                "pass as many rows as the samples have, or drop the others (drop_last=True)",
+            )
+            return None, Reason.PADDING_DISABLED
+        return rung, Reason.EXACT
 
-    def _has_rows(self, leaf: Any, pair: _Pair) -> bool:
-        return (
-            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == pair.descriptor.num_tokens
+    def _refuse_or_tell_of_calls_in_flight(self, batch: Batch) -> None:
+        places, number = self._in_flight.num_places, self.number
+        will_wait = torch.is_grad_enabled() and bool(
+            self.recorder.parameters or any(tensor.requires_grad for tensor in batch.values())
+        )
+        if will_wait and not self._may_wait:
+            raise BatchError(
+                f"{places} calls of part {number} wait for their backward, and in_flight={places} has memory "
+                f"for no more: run a backward first, or pass a larger in_flight= to make_graphed_callables; "
+                f"if no backward will come, call the part under torch.no_grad(), or drop its results"
+            )
+        self._tell(
+            "it was called again before the backward of earlier calls whose results are still held",
+            f"pass in_flight={places + 1} to make_graphed_callables; if no backward will come, call it "
+            f"under torch.no_grad(), or drop its results",
         )
 
+    def _tell_of_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        signature = self.recorder.signature
+        try:
+            now = type(signature).of(self.function, args, kwargs, batch_dim=0, shared=(), pads={})
+            what = now.opaque or signature.difference(now)
+        except (BatchError, ConfigError) as error:
+            what = str(error)
+        self._tell(what, "pass such sample_args to serve these calls from graphs")
+
+    def _tell(self, what: str, instead: str) -> None:
+        if instead not in self._told:
+            self._told.add(instead)
+            logger.warning("calls of part %d run eagerly: %s. To change that: %s", self.number, what, instead)
+
+    # -- replaying ---------------------------------------------------------------------------------
+
+    def _replayed(self, pair: Pair, place: int, batch: Batch, shape: BatchShape) -> Any:
+        recorder = self.recorder
+        rows = pair.rows(shape.num_tokens, recorder.outputs, recorder.written_arguments)
+        call, lease = self._in_flight.begin(self.number, place, self._levels[pair.descriptor.num_tokens])
+        leaves = _Replay.apply(  # type: ignore[no-untyped-call]
+            self, pair, rows, call, lease, tuple(batch), *batch.values(), *recorder.parameters
+        )
+        self.replays += 1
+        if self._guards_results:
+            leaves = guarded(list(leaves), lease, f"part {self.number}", lambda tensor: True)  # type: ignore[arg-type]
+        return pair.structure.filled(list(leaves))
+
+    def replay_forward(self, pair: Pair, rows: Rows, call: Call, lease: Lease, batch: Batch) -> list[Any]:
+        """The outputs without padded rows."""
+        call.versions = [tensor._version for tensor in self.recorder.read_by_backward]
+        with turn:
+            self._pool.backend.order_replays()
+            pair.buffers.fill_as(rows.plan, batch)
+            self._in_flight.overwrite()
+            pair.forward.graph.replay()
+            for name, value in rows.written.items():
+                batch[name].copy_(value)
+            if not self._guards_results:
+                return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in rows.leaves]
+        handed = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in rows.leaves]
+        lease.give_out([leaf.detach() for leaf in handed if isinstance(leaf, torch.Tensor)])
+        return handed
+
     def replay_backward(
-        self, pair: _Pair, shape: BatchShape, names: tuple[str, ...], number: int, given: Sequence[Any]
+        self, pair: Pair, rows: Rows, names: tuple[str, ...], call: Call, given: Sequence[Any]
     ) -> list[torch.Tensor | None]:
         """Gradients of inputs and parameters. Copies, because autograd may keep what it is given."""
-        self._rounds.leave(self._number, number)
+        self._in_flight.check(call)
+        self._refuse_changed(call)
+        call.has_run_backward = True
         self._pool.backend.order_replays()
-        wanted = [
+        wanted = (
             gradient for gradient, is_wanted in zip(given, pair.differentiable, strict=True) if is_wanted
-        ]
-        for place, gradient in zip(pair.grad_outputs, wanted, strict=True):
-            if place.shape == gradient.shape:
-                place.copy_(gradient)
-            else:
-                place[: shape.num_tokens].copy_(gradient)
-                place[shape.num_tokens :].zero_()
+        )
+        for (whole, cut), gradient in zip(rows.grad_outputs, wanted, strict=True):
+            if cut is not whole:
+                whole.zero_()
+            cut.copy_(gradient)
         assert pair.backward is not None
-        self._pool.overwrite()
+        self._in_flight.overwrite()
         pair.backward.graph.replay()
         made = iter(flatten(pair.backward.output)[0])
-        by_input = [next(made) if self._wants[name] else None for name in names]
-        trimmed = [
-            g.narrow(0, 0, shape.num_tokens) if g is not None and self._has_rows(g, pair) else g
-            for g in by_input
-        ]
-        return [None if g is None else g.clone() for g in (*trimmed, *made)]
+        gradients = []
+        for name, is_of_rows in zip(names, rows.of_rows, strict=True):
+            gradient = next(made) if self.recorder.wants[name] else None
+            gradients.append(
+                gradient.narrow(0, 0, rows.number) if gradient is not None and is_of_rows else gradient
+            )
+        return [None if g is None else g.clone() for g in (*gradients, *made)]
+
+    def _refuse_changed(self, call: Call) -> None:
+        tensors = self.recorder.read_by_backward
+        if call.versions == [tensor._version for tensor in tensors]:
+            return
+        changed = next(t for t, version in zip(tensors, call.versions, strict=True) if t._version != version)
+        named = {**dict(self._module.named_parameters()), **self._places.buffers()} if self._module else {}
+        name = next((name for name, tensor in named.items() if tensor is changed), "a tensor")
+        raise BatchError(
+            f"{name} was changed in place between the forward and the backward of part {self.number}, which "
+            f"needs its former value: step the optimizer, and load weights, after the backward"
+        )
 
 
 class _Replay(torch.autograd.Function):
     """A part in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, part: Any, pair: Any, shape: Any, names: Any, *tensors: Any) -> Any:
-        number, leaves = part.replay_forward(pair, shape, dict(zip(names, tensors, strict=False)))
-        ctx.call = part, pair, shape, names, number
+    def forward(
+        ctx: Any, part: Any, pair: Any, rows: Any, call: Any, lease: Any, names: Any, *tensors: Any
+    ) -> Any:
+        leaves = part.replay_forward(pair, rows, call, lease, dict(zip(names, tensors, strict=False)))
+        ctx.call = part, pair, rows, names, call
         plain = zip(leaves, pair.differentiable, strict=True)
         ctx.mark_non_differentiable(
             *(leaf for leaf, wanted in plain if isinstance(leaf, torch.Tensor) and not wanted)
@@ -347,7 +309,24 @@ class _Replay(torch.autograd.Function):
         return tuple(leaves)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *given: Any) -> Any:
-        part, pair, shape, names, number = ctx.call
-        return None, None, None, None, *part.replay_backward(pair, shape, names, number, given)
+        part, pair, rows, names, call = ctx.call
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                f"part {part.number} is to be differentiated twice (create_graph=True, as for a derivative "
+                f"in the loss, a gradient penalty or a Hessian), but its backward is a graph without "
+                f"history, and the second derivative would be lost: call the part inside `with "
+                f'ostinato.graphs.step_mode("none"):`, which runs it eagerly, leave it out of the list, or '
+                f"record the whole step with graphed_train_step()"
+            )
+        return None, None, None, None, None, None, *part.replay_backward(pair, rows, names, call, given)
+
+
+def plain_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What to call without graphs, also of a module or function that is served already."""
+    plain: Any = function.forward if isinstance(function, torch.nn.Module) else function
+    return plain.function if isinstance(plain, GraphedPart) else plain
+
+
+def _bound(module: torch.nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any]:
+    return types.MethodType(forward or type(module).forward, module)
