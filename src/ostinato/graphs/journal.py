@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,6 +24,7 @@ from .dispatch_mode import WatchingMode
 from .forbidden import Forbidden
 from .known_calls import refusal
 from .memory import byte_range, is_foreign, is_plain, settled, storage_address, tensors_of
+from .row_writes import Rows, hits_of, rows_of
 
 aten = torch.ops.aten
 
@@ -35,12 +36,6 @@ _UNDECLARED_WRITES: dict[Any, tuple[int, ...]] = {
     aten.native_batch_norm.default: (3, 4),  # the running statistics
     aten.cudnn_batch_norm.default: (3, 4),
 }
-
-# Ops that write a few rows of a large tensor: saving those rows is enough. Each entry reads the rows.
-_ROW_WRITES: dict[Any, Callable[..., torch.Tensor]] = {
-    aten.index_copy_.default: lambda self, dim, index, *_: self.index_select(dim, index),
-}
-
 
 _LIFTS = (aten.lift_fresh.default, aten.lift.default)
 """What makes a tensor of a number or a list."""
@@ -110,12 +105,17 @@ def _besides_tensors(value: Any) -> str:
     return repr(value) if plain else type(value).__name__
 
 
-@cache
-def _writes_somewhere(func: Any) -> bool:
-    """Whether an op may write some elements and leave the others alone."""
-    return func.namespace != "aten" or any(
-        word in str(func) for word in ("index", "scatter", "put", "masked")
-    )
+class Hits(NamedTuple):
+    """One write to memory from before a run: how often it hit each element."""
+
+    tensor: torch.Tensor
+    counts: torch.Tensor | None
+    """In a shape that can be broadcast to the tensor's; None if it wrote every element once."""
+
+    @property
+    def total(self) -> int:
+        """The number of entries that wrote."""
+        return self.tensor.numel() if self.counts is None else int(self.counts.sum())
 
 
 def _not_dense(tensor: torch.Tensor) -> str:
@@ -131,12 +131,15 @@ class WrittenRegion:
 
     tensor: torch.Tensor
     before: torch.Tensor
-    is_whole: bool = True
-    """Whether all of it was written; else only what has another value afterwards is known to be."""
+    rows: Rows | None = None
+    """The elements that were written, if not all; `before` has these."""
+    hits: Hits | None = None
+    """How often each was, if that was counted."""
 
     def read(self) -> torch.Tensor:
         """What is there now, in memory of its own."""
-        return settled(self.tensor).clone()
+        now = settled(self.tensor)
+        return now.clone() if self.rows is None else self.rows.read(now)
 
 
 class SavedWrites:
@@ -145,16 +148,17 @@ class SavedWrites:
     `undo()` restores them, as often as it is called.
     """
 
-    def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
-        """`ignore`: memory whose contents nobody needs; writes that stay within it are not saved."""
+    def __init__(self, ignore: Iterable[torch.Tensor] = (), *, counts_hits: bool = False) -> None:
+        """`ignore`: memory whose contents nobody needs; writes that stay within it are not saved.
+        `counts_hits`: count how often each element from before is written."""
         super().__init__()
+        self._counts_hits = counts_hits
         self._ignored = [byte_range(tensor) for tensor in ignore]
         # Memory allocated meanwhile, by address. What existed before is never freed and reused for it
         # without becoming new, so an address is enough to tell the two apart.
         self._created: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
         self.regions: list[WrittenRegion] = []
-        """Besides rows that are put in places: caches and rings have some for padding, which nobody reads."""
         self.written: set[int] = set()
         """Addresses of the storages from before that are written."""
         self.written_tensors: list[torch.Tensor] = []
@@ -171,7 +175,7 @@ class SavedWrites:
             self._note_draw([*args, *kwargs.values()])
         if writes(func):
             for tensor in written_arguments(func, args, kwargs):
-                self._save(func, tensor, args)
+                self._save(func, tensor, args, kwargs)
 
     def after(self, given: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
         """It was made with these tensors and gave those; which of them lie in memory of their own."""
@@ -192,25 +196,25 @@ class SavedWrites:
             if generator not in self.generators:
                 self.generators[generator] = generator.get_state()
 
-    def _save(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+    def _save(
+        self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         if storage_address(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
             return
         target = tensor.detach()
         if storage_address(tensor) not in self.written:
             self.written.add(storage_address(tensor))
             self.written_tensors.append(target)
-        if func is aten.index_put_.default and not (len(args) > 3 and args[3]):
-            indices = [None if index is None else index.clone() for index in args[1]]
-            rows = aten.index.Tensor(target, indices)
-            self._undo.append(lambda: aten.index_put_.default(target, indices, rows))
-        elif func in _ROW_WRITES:
-            dim, index = args[1], args[2].clone()
-            rows = _ROW_WRITES[func](target, dim, index)
-            self._undo.append(lambda: target.index_copy_(dim, index, rows))
-        else:
+        rows = rows_of(func, target, args, kwargs)
+        hits = Hits(target, hits_of(func, target, args, kwargs)) if self._counts_hits else None
+        if rows is None:
             saved = settled(target).clone()
             self._undo.append(lambda: settled(target).copy_(saved))
-            self.regions.append(WrittenRegion(target, saved, is_whole=not _writes_somewhere(func)))
+            self.regions.append(WrittenRegion(target, saved, hits=hits))
+        else:
+            write, before = rows.write, rows.read(settled(target))
+            self._undo.append(lambda: write(settled(target), before))
+            self.regions.append(WrittenRegion(target, before, rows, hits))
 
     def _is_ignored(self, tensor: torch.Tensor) -> bool:
         start, end = byte_range(tensor)
@@ -228,9 +232,9 @@ class SavedWrites:
 class WriteJournal(SavedWrites, WatchingMode):
     """Active as a context manager; it sees every call itself and takes notes."""
 
-    def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
-        """`ignore`: as above."""
-        super().__init__(ignore)
+    def __init__(self, ignore: Iterable[torch.Tensor] = (), *, counts_hits: bool = False) -> None:
+        """As above."""
+        super().__init__(ignore, counts_hits=counts_hits)
         self._refs: dict[int, StorageWeakRef] = {}
         self._made: list[weakref.ref[torch.Tensor]] = []
         self.reads: dict[int, weakref.ref[torch.Tensor]] = {}

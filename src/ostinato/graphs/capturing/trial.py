@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,13 @@ from ..backends import Backend
 from ..errors import CaptureError
 from ..journal import WriteJournal, WrittenRegion, writing_inference_tensors
 from ..memory import settled
+
+
+class Change(NamedTuple):
+    """What a step found in a tensor, and what it left there."""
+
+    before: torch.Tensor
+    after: torch.Tensor
 
 
 class Trials:
@@ -64,6 +71,11 @@ class Trials:
         return self._journals[-1].regions if self._journals else []
 
     @property
+    def writes(self) -> bool:
+        """Whether an observed run wrote anything that was there before."""
+        return any(journal.written for journal in self._journals)
+
+    @property
     def draws_random(self) -> bool:
         """Whether an observed run drew random numbers."""
         return any(journal.draws_random for journal in self._journals)
@@ -106,15 +118,17 @@ class Trials:
         """Whether an observed run wrote to the storage at this address."""
         return any(address in journal.written for journal in self._journals)
 
-    def run(self, step: Callable[[], Any], *, observed: bool = True) -> Any:
+    def run(self, step: Callable[[], Any], *, observed: bool = True, counting: bool = False) -> Any:
         """Run a step and undo it. The result stays valid unless it aliases restored state.
 
-        `observed=False`: rely on what earlier runs wrote; compiled code steps aside while it is watched.
+        `observed=False`: rely on what earlier runs wrote, which must have been of this size and on these
+        inputs: others are written elsewhere. Compiled code steps aside while it is watched. `counting`: note
+        how often each element is written.
         """
         with self.undone():
-            return self.run_for_good(step, observed=observed)
+            return self.run_for_good(step, observed=observed, counting=counting)
 
-    def run_for_good(self, step: Callable[[], Any], *, observed: bool = True) -> Any:
+    def run_for_good(self, step: Callable[[], Any], *, observed: bool = True, counting: bool = False) -> Any:
         """The same, not undone yet.
 
         Caches made under `inference_mode` refuse writes outside of it: such a step is tried once more,
@@ -122,21 +136,21 @@ class Trials:
         """
         if not self.writes_inference_tensors:
             try:
-                return self._run(step, observed)
+                return self._run(step, observed, counting)
             except RuntimeError as error:
                 if "inference tensor" not in str(error):
                     raise
                 self.undo()
                 self.writes_inference_tensors = True
         with writing_inference_tensors():
-            return self._run(step, observed)
+            return self._run(step, observed, counting)
 
-    def _run(self, step: Callable[[], Any], observed: bool) -> Any:
+    def _run(self, step: Callable[[], Any], observed: bool, counting: bool) -> Any:
         if self._state is not None or not observed:
             self._rewinds = True
             return step()
         made = set().union(*(journal.survivors() for journal in self._journals))
-        journal = WriteJournal(ignore=self._sinks.values())
+        journal = WriteJournal(ignore=self._sinks.values(), counts_hits=counting)
         self._journals.append(journal)
         with journal:
             result = step()
@@ -187,14 +201,14 @@ class Trials:
             journal.undo()
         self._reset_rng()
 
-    def changes(self) -> dict[str, torch.Tensor]:
-        """By how much declared state differs from what it will be put back to, where it does."""
+    def changes(self) -> dict[str, Change]:
+        """Declared state that differs from what it will be put back to."""
         found = {}
         for name, saved in self._saved.items():
             assert self._state is not None
             now = settled(self._state[name])
             if not torch.equal(now, saved):
-                found[name] = now - saved if saved.is_complex() else now.double() - saved.double()
+                found[name] = Change(saved, now.clone())
         return found
 
     def _reset_rng(self) -> None:

@@ -25,15 +25,18 @@ from ..errors import CaptureError
 from ..inputs.buffers import Batch
 from ..inputs.fields import Extent, Field
 from ..journal import WriteJournal, WrittenRegion
+from .differences import difference
 from .fixed_draws import DrawsAreMixed, FixedDraws
+from .padded_writes import HitPlaces, argument_of, is_blank, refuse_writes_of_padding, repeated
 from .verify import (
     Verifiable,
     dependence,
     eager_rows,
+    on_copies,
     part_of,
     real_rows,
     shapes_to_try,
-    unpadded_rows,
+    unpadded_inputs,
 )
 
 Work = Sequence[tuple[Any, str]]
@@ -71,6 +74,9 @@ def refuse_dependence_on_the_batch(
     that does different work than the next smaller one (`works`), these with the fewest rows that they serve.
     A step that only works at some sizes cannot be compared at others.
     """
+    sizes = {graph.descriptor.num_tokens for graph in runner.graphs.values()}
+    if len(sizes) == max(sizes):
+        return  # each has a graph, and nothing is ever padded
     is_compared = False
     for graph, shape, flips in _worth_a_trial(runner, works):
         given = _unlike_padding(make(shape.as_descriptor()), runner.buffers.fields)
@@ -81,6 +87,9 @@ def refuse_dependence_on_the_batch(
         for batch in (given, negative):
             trials = _refuse_dependence(runner, graph, shape, batch, flips)
         is_compared = is_compared or trials is not None
+        if trials is not None and trials.writes:
+            for batch in _showing_in_state(given, runner.buffers.fields, shape):
+                _refuse_dependence(runner, graph, shape, batch, flips)
         if trials is not None and _rows_mix(runner, graph, shape, given, trials):
             for batch, own_flips in _telling(given, runner.buffers.fields, shape):
                 _refuse_dependence(runner, graph, shape, batch, max(flips, own_flips))
@@ -119,30 +128,33 @@ def _refuse_dependence(
 
     with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.no_grad():
         try:
+            inputs = unpadded_inputs(runner, batch, shape)
             with trials.undone():
-                wanted = trials.run_for_good(lambda: unpadded_rows(runner, batch, shape))
-                regions = trials.regions
+                wanted = trials.run_for_good(lambda: on_copies(runner, inputs, shape), counting=True)
+                alone = HitPlaces.of(trials.regions, inputs, runner.buffers.fields)
+                regions = [region for region in trials.regions if argument_of(region, inputs) is None]
                 wanted_state = _contents(regions)
         except Exception:
             return None
+        free = refuse_writes_of_padding(runner, graph, batch, shape, trials, alone)
         got, state = _rows_and_state(runner, graph, batch, shape, shape, trials, regions)
         if trials.draws_random:
             # Other sizes draw other numbers. With the same ones other rows in place of the padding must not
             # matter.
             full = shapes_to_try(graph.descriptor)[0]
-            repeated = _repeated(batch, runner.buffers.fields, shape, full)
-            wanted, wanted_state = _rows_and_state(runner, graph, repeated, full, shape, trials, regions)
+            among = repeated(batch, runner.buffers.fields, shape, full)
+            wanted, wanted_state = _rows_and_state(runner, graph, among, full, shape, trials, regions)
         _, dependent = dependence(runner.outputs.names, got, wanted, allowed)
         if dependent is None and trials.draws_random:
             dependent = _dependent_with_fixed_draws(runner, graph, shape, batch, trials, allowed)
-        if dependent is None and _dependent_state(regions, state, wanted_state, allowed):
+        if dependent is None and _dependent_state(regions, state, wanted_state, free, allowed):
             # What a second replay leaves otherwise (a time, an address) says nothing of the batch.
             _, again = _rows_and_state(runner, graph, batch, shape, shape, trials, regions)
             wanted_state = [
                 torch.where(_is_unlike(one, other), one, wanted_one)
                 for wanted_one, one, other in zip(wanted_state, state, again, strict=True)
             ]
-            dependent = _dependent_state(regions, state, wanted_state, allowed)
+            dependent = _dependent_state(regions, state, wanted_state, free, allowed)
         if dependent is None:
             return trials
         runner.buffers.fill(batch, shape, graph.descriptor)
@@ -172,7 +184,8 @@ def _dependent_with_fixed_draws(
     try:
         with FixedDraws():
             padded = trials.run(lambda: eager_rows(runner, graph, shape))
-            alone = trials.run(lambda: unpadded_rows(runner, batch, shape))
+            inputs = unpadded_inputs(runner, batch, shape)
+            alone = trials.run(lambda: on_copies(runner, inputs, shape))
     except DrawsAreMixed:
         return None
     return dependence(runner.outputs.names, padded, alone, allowed)[1]
@@ -213,7 +226,7 @@ def _rows_mix(
             (batch, -1.0),
         )
         for front, factor in fronts:
-            behind = _repeated(_scaled(batch, fields, factor), fields, shape, full)
+            behind = repeated(_scaled(batch, fields, factor), fields, shape, full)
             alone, _ = _rows_and_state(runner, graph, front, shape, shape, trials, ())
             among, _ = _rows_and_state(
                 runner, graph, _in_front(front, behind, fields), full, shape, trials, ()
@@ -235,6 +248,19 @@ def _telling(batch: Batch, fields: Sequence[Field], shape: BatchShape) -> Iterat
     generator = torch.Generator().manual_seed(0)
     for number in range(_BY_CHANCE):
         yield _each_scaled(batch, fields, generator, with_signs=number % 2 == 1), _FLIPS
+
+
+def _showing_in_state(batch: Batch, fields: Sequence[Field], shape: BatchShape) -> Iterator[Batch]:
+    """Batches in which padding shows in what a step keeps: numbers of one sign for extrema, and, for places,
+    rows that all have the same, which is not that of padding."""
+    of_one_sign = {k: _away_from_zero(v) if v.is_floating_point() else v for k, v in batch.items()}
+    for sign in (1.0, -1.0):
+        yield _scaled(of_one_sign, fields, sign)
+    indices = [f for f in fields if f.per is not Extent.FIXED and not f.dtype.is_floating_point]
+    for row in reversed(range(shape.num_tokens)):
+        if indices and not any(is_blank(batch[f.name].select(f.dim, row), f) for f in indices):
+            yield _all_like(batch, fields, row, 1.0)
+            return
 
 
 def _each_scaled(
@@ -311,6 +337,10 @@ def _rows_and_state(
     regions: Sequence[WrittenRegion],
 ) -> tuple[list[Any], list[torch.Tensor]]:
     """The first rows of a replay, as many as `shape` has, and the contents that it leaves in the regions."""
+    if trials.writes:
+        # Another size, or other contents, may be written elsewhere, and only what was seen is undone.
+        runner.buffers.fill(batch, filled, graph.descriptor)
+        trials.run(lambda: eager_rows(runner, graph, shape))
     with trials.undone():
         runner.buffers.fill(batch, filled, graph.descriptor)
         runner.launch(graph)
@@ -326,37 +356,22 @@ def _contents(regions: Sequence[WrittenRegion]) -> list[torch.Tensor]:
     return [region.read() for region in regions]
 
 
-def _repeated(batch: Batch, fields: Sequence[Field], shape: BatchShape, full: BatchShape) -> Batch:
-    """The batch with its rows repeated in place of the padding."""
-    repeated = dict(batch)
-    for field in fields:
-        if field.per is not Extent.FIXED:
-            rows = torch.arange(full.num_tokens, device=batch[field.name].device) % shape.num_tokens
-            repeated[field.name] = batch[field.name].index_select(field.dim, rows)
-    return repeated
-
-
 def _dependent_state(
     regions: Sequence[WrittenRegion],
     got: list[torch.Tensor],
     wanted: list[torch.Tensor],
+    of_padding: HitPlaces,
     allowed: Callable[[torch.dtype], float],
 ) -> str | None:
     """The state, of what a step changes, that padding changes differently: a count of rows, a sum over them.
-    The size of the change decides what is a large difference, the size of the values what is rounding."""
+    Left out is what padded rows may write."""
     for region, a, b in zip(regions, got, wanted, strict=True):
-        before, name = region.before, f"a tensor {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-        if not region.is_whole:
-            changed = b != before
-            a, b, before = a[changed], b[changed], before[changed]
-        if not (b.is_floating_point() or b.is_complex()):
-            differs = b.numel() > 0 and float((a != b).double().mean()) > allowed(b.dtype)
-        else:
-            change, off = (torch.nan_to_num((b - other).abs().double()).norm() for other in (before, a))
-            rounding = 4 * torch.finfo(b.dtype).eps * torch.nan_to_num(b.abs().double()).norm()
-            differs = bool(off > allowed(b.dtype) * change + rounding)
-        if differs:
-            return f"what the step leaves in {name}"
+        before, free = region.before, of_padding.free(region)
+        if free is not None:
+            a, b, before = a[free], b[free], before[free]
+        if difference(a, b, before) > allowed(b.dtype):
+            dtype = str(region.tensor.dtype).removeprefix("torch.")
+            return f"what the step leaves in a tensor {dtype}{list(region.tensor.shape)}"
     return None
 
 
@@ -369,7 +384,7 @@ def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
     """
     generator = torch.Generator().manual_seed(0)
     blank = [
-        field for field in fields if field.per is not Extent.FIXED and _is_blank(batch[field.name], field)
+        field for field in fields if field.per is not Extent.FIXED and is_blank(batch[field.name], field)
     ]
     if not all(batch[field.name].is_floating_point() for field in blank):
         return batch
@@ -378,11 +393,6 @@ def _unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
         **batch,
         **{k: torch.rand(v.shape, generator=generator, device="cpu").to(v) for k, v in new.items()},
     }
-
-
-def _is_blank(value: torch.Tensor, field: Field) -> bool:
-    numbers = value if value.is_complex() else value.double()
-    return bool((numbers == field.pad).all())
 
 
 _NUMBER = re.compile(r"(\d+)")

@@ -23,6 +23,7 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Field
 from ..trees import leaves_of
 from ..trimming import Trimmer, same_constant
+from .differences import difference
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,6 +42,9 @@ TOLERANCES = {
 
 UNPADDED = 10
 """How many times larger the error of the unpadded step may be: other shapes add up in another order."""
+
+_SMALLEST = 1e-5
+"""Numbers of results that are smaller are not told from zero."""
 
 
 class Verifiable(Protocol):
@@ -219,7 +223,9 @@ def _check(
     # else for another one.
     is_padded = compares_unpadded and shape != shapes_to_try(descriptor)[0]
     if passed and is_padded and not runner.arguments({}, descriptor) and not trials.draws_random:
-        unpadded = runner.trials().run(lambda: unpadded_rows(runner, batch, shape))
+        unpadded = runner.trials().run(
+            lambda: on_copies(runner, unpadded_inputs(runner, batch, shape), shape)
+        )
         allowed = _allowed_unpadded(tolerance)
         unpadded_error, dependent = dependence(runner.outputs.names, plain, unpadded, allowed)
     return Check(
@@ -257,9 +263,13 @@ def eager_rows(runner: Verifiable, graph: CapturedGraph, shape: BatchShape) -> l
     return real_rows(runner, leaves, shape)
 
 
-def unpadded_rows(runner: Verifiable, batch: Batch, shape: BatchShape) -> list[Any]:
-    # Copies: the step may write into its inputs.
-    inputs = {name: tensor.clone() for name, tensor in runner.buffers.on_device(batch, shape).items()}
+def unpadded_inputs(runner: Verifiable, batch: Batch, shape: BatchShape) -> dict[str, torch.Tensor]:
+    """The batch on the device, without padding, in copies: the step may write into its inputs."""
+    return {name: tensor.clone() for name, tensor in runner.buffers.on_device(batch, shape).items()}
+
+
+def on_copies(runner: Verifiable, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> list[Any]:
+    """What the eager step returns for inputs of its own."""
     leaves = leaves_of(runner.step(**runner.arguments(inputs, shape.as_descriptor())))
     return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
@@ -284,23 +294,12 @@ def dependence(
     worst, dependent = 0.0, None
     for name, a, b in zip(names, got, unpadded, strict=True):
         if not isinstance(a, torch.Tensor):
-            difference, limit = (0.0 if same_constant(a, b) else float("inf")), 0.0
+            off, limit = (0.0 if same_constant(a, b) else float("inf")), 0.0
         else:
-            difference = _relative_difference(a, b)
+            off = difference(a, b, floor=_SMALLEST)
             limit = allowed(a.dtype)
-        worst, dependent = max(worst, difference), dependent or (name if difference > limit else None)
+        worst, dependent = max(worst, off), dependent or (name if off > limit else None)
     return worst, dependent
-
-
-def _relative_difference(a: torch.Tensor, b: Any) -> float:
-    """Of the norms; of integers and booleans, the share that differs."""
-    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf")
-    if not (a.is_floating_point() or a.is_complex()):
-        return float((a != b).double().mean()) if a.numel() else 0.0
-    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (a, b))
-    a, b = (torch.nan_to_num(x.double()) for x in (a, b))
-    return float((a - b).norm() / (b.norm() + 1e-5 * max(1, b.numel()) ** 0.5))
 
 
 def _distance(got: list[Any], expected: list[Any], tolerance: float | None) -> tuple[float, bool]:

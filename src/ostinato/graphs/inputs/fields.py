@@ -40,6 +40,9 @@ class Field:
     """The dimension that counts the rows."""
     each: int = 1
     """Number of rows per token or request; rows of the same one are adjacent."""
+    may_write: bool = True
+    """Whether padded rows may write to the places that `pad` addresses, because nobody else uses them. Not if
+    nobody chose `pad`."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checking.differences import difference, difference_as_a_whole
 from ..trees import Structure, flatten, map_tensors
 from .batches import LENGTH_DIM, BatchKind
 from .loss import Loss
@@ -66,7 +67,7 @@ class ModelAndLoss:
             return None
         if not torch.equal(one.loss, again):  # it draws random numbers
             return None
-        if not _close(one.loss, other.loss, self._of_losses, _NOTHING * 10):
+        if difference(one.loss, other.loss, floor=_NOTHING * 10 / self._of_losses) > self._of_losses:
             return f"the loss function alone gives {other.loss:.8g} without padding, {one.loss:.8g} with it"
         if not all(map(self._is_same_gradient, one.gradients, other.gradients)):
             return "gradients of the loss function alone depend on padding"
@@ -105,7 +106,7 @@ class ModelAndLoss:
             of_padding = one.narrow(LENGTH_DIM, length, one.size(LENGTH_DIM) - length)
             if not bool(_norm(of_padding) <= _NOTHING * _norm(one)):
                 return False
-        return _close(real, other, self._of_losses)
+        return real.shape != other.shape or difference_as_a_whole(real, other) <= self._of_losses
 
 
 class _Given(NamedTuple):
@@ -141,14 +142,13 @@ def _seen(loss: Loss, filled: Callable[[list[Any]], Any], leaves: list[Any], giv
     return _Seen(value.detach(), list(gradients))
 
 
-def _close(one: Any, other: Any, tolerance: float, slack: float = 0.0) -> bool:
-    """Compares as a whole, not number by number. Other leaves, and different shapes, count as close."""
+def _close(one: Any, other: Any, tolerance: float) -> bool:
+    """Other leaves, and different shapes, count as close."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return True
     if one.shape != other.shape or not one.is_floating_point():
         return True
-    difference, size = _norm(one - other), _norm(other)
-    return bool(difference <= tolerance * size + slack) or not difference.isfinite()
+    return difference(one, other) <= tolerance
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,19 @@ class BatchKind:
             short[_REAL_LENGTH] = torch.tensor(length, device="cpu")
         return short
 
+    def alike(self, batch: Batch) -> Batch:
+        """The batch with the same at every position: the first that is not padding."""
+        pad = next(field.pad for field in self.signature.tensor_fields if field.name == self._first)
+        real = (batch[self._first] != pad).transpose(0, LENGTH_DIM).flatten(1).all(1)
+        position = int(real.int().argmax())
+        same = dict(batch)
+        for field in self.signature.tensor_fields:
+            if field.per is Extent.TOKEN:
+                value = batch[field.name]
+                places = torch.full((value.size(LENGTH_DIM),), position, device=value.device)
+                same[field.name] = value.index_select(LENGTH_DIM, places)
+        return same
+
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
         """Inputs and targets in the caller's structure."""
         known = {**self._constants, **tensors}

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import Backend
-from ..capturing.trial import Trials
+from ..capturing.trial import Change, Trials
+from ..checking.differences import difference, difference_as_a_whole
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..inputs.buffers import Batch, InputBuffers
 from ..journal import WriteJournal
@@ -189,8 +190,8 @@ class PaddingTrial:
         shape, descriptor = BatchShape(real, 1), BatchDescriptor(length, 1)
         short = kind.part(batch, 0, real)
 
-        def padded(*, poison: bool = False) -> _Seen:
-            buffers.fill(short, shape, descriptor, poison=poison)
+        def padded(given: Batch | None = None, *, poison: bool = False) -> _Seen:
+            buffers.fill(given or short, shape, descriptor, poison=poison)
             return self._seen(kind, buffers.views(descriptor))
 
         one = self._quietly(padded)
@@ -207,6 +208,12 @@ class PaddingTrial:
             return "what the model learns depends on what padding holds"
         if (name := one.writes_otherwise(other, max(tolerance, _OF_NORMS))) is not None:
             return f"what is written to {name} depends on what padding holds"
+        same = kind.alike(short) if one.changes else None  # extrema show nothing that lies between them
+        if same is not None:
+            one = self._quietly(lambda: padded(same))
+            other = self._quietly(lambda: padded(same, poison=True))
+            if (name := one.writes_otherwise(other, max(tolerance, _OF_NORMS))) is not None:
+                return f"what is written to {name} depends on what padding holds"
         with evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
             with_it = self._quietly(padded)
             alone = buffers.on_device(short, shape)
@@ -220,6 +227,12 @@ class PaddingTrial:
             return "what the model learns differs with padding and without"
         if (name := with_it.writes_otherwise(without, _AT_TWO_SHAPES)) is not None:
             return f"what is written to {name} differs with padding and without"
+        if same is not None:
+            with evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
+                with_it, alone = self._quietly(lambda: padded(same)), buffers.on_device(same, shape)
+                without = self._quietly(lambda: self._seen(kind, alone))
+            if (name := with_it.writes_otherwise(without, _AT_TWO_SHAPES)) is not None:
+                return f"what is written to {name} differs with padding and without"
         return str(what_counts) if what_counts else None
 
     def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
@@ -263,17 +276,17 @@ class _Seen(NamedTuple):
 
     loss: torch.Tensor
     norms: torch.Tensor
-    changes: dict[str, torch.Tensor]
+    changes: dict[str, Change]
 
     def has_gradients_of(self, other: "_Seen", tolerance: float) -> bool:
         """Compared as a whole: gradients that are zero up to rounding differ in all digits."""
-        return _alike(self.norms, other.norms, tolerance)
+        return difference_as_a_whole(self.norms, other.norms) <= tolerance
 
     def writes_otherwise(self, other: "_Seen", tolerance: float) -> str | None:
         """A place where one leaves something different from the other, or None."""
         for name in self.changes.keys() | other.changes.keys():
             one, two = self.changes.get(name), other.changes.get(name)
-            if one is None or two is None or not _alike(one, two, tolerance):
+            if one is None or two is None or difference(one.after, two.after, one.before) > tolerance:
                 return name.partition(".")[2] or "a tensor that is not a buffer"
         return None
 
@@ -292,12 +305,6 @@ def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros((), device="cpu")
     dense = gradient.to_dense()
     return (dense.abs() if dense.is_complex() else dense).float().norm().cpu()
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """Compared as a whole."""
-    difference = (one - other).norm()
-    return bool(difference <= tolerance * other.norm()) or not difference.isfinite()
 
 
 @contextmanager

@@ -85,7 +85,10 @@ class Signature:
                 fields.append(Field(name, leaf.dtype, tuple(leaf.shape), Extent.FIXED, pad))
             else:
                 row = tuple(leaf.shape[:batch_dim]) + tuple(leaf.shape[batch_dim + 1 :])
-                fields.append(Field(name, leaf.dtype, row, Extent.TOKEN, pad, dim=batch_dim))
+                may_write = argument in pads
+                fields.append(
+                    Field(name, leaf.dtype, row, Extent.TOKEN, pad, dim=batch_dim, may_write=may_write)
+                )
         if opaque is None and not any(field is not None and field.per is Extent.TOKEN for field in fields):
             raise BatchError(f"no tensor argument has a batch dimension {batch_dim}")
         constants = [None if isinstance(leaf, torch.Tensor) else leaf for *_, leaf in leaves]

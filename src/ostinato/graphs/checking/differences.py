@@ -1,0 +1,121 @@
+"""How far two tensors differ: one comparison for results, for state and for gradients.
+
+Note [What hides a difference]
+A norm over all elements shows nothing but the largest: beside a mask of -inf, a running minimum that starts
+at 1e30, or one huge entry of a history, no other element counts. So each element is measured by a size of its
+own: what it is, or, in state, what the step changed of it. But where a sum happens to come out near zero, its
+rounding is that of its terms. So nothing is measured by less than the median size of its neighbours, those
+left out that are equal and so large that rounding at their size would have swallowed what does differ.
+Elements equal in both say nothing. Infinities and NaNs have to be the same.
+"""
+
+import torch
+
+_CHUNK = 1 << 20
+"""Elements that are compared at a time: no copy of all is made in a wider type."""
+_SAMPLE = 1 << 16
+"""Elements that the median is taken of."""
+_ROUNDING = 4
+"""Roundings in the last place that an update of state may differ by."""
+_REACH = 0.125
+"""Part of the smallest step of a number below which rounding at its size does not reach."""
+_LOST = 1e-2
+"""Of what a state held, as a part of its last digits, for it to be taken as a term of what it holds now."""
+
+
+def difference(
+    got: torch.Tensor, wanted: object, before: torch.Tensor | None = None, *, floor: float = 0.0
+) -> float:
+    """Returns by how much the elements that differ do so, as a root of the mean square, relative to their
+    size, see Note [What hides a difference]; of integers and booleans the share of those that differ.
+
+    `before`: what a step found in a tensor that it has changed; then only what either run changed counts.
+    `floor`: the least size that anything is measured by.
+    """
+    if not isinstance(wanted, torch.Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return float("inf")
+    if got.numel() == 0:
+        return 0.0
+    if not (got.is_floating_point() or got.is_complex()):
+        unlike = got != wanted
+        if before is None:
+            return float(unlike.double().mean())
+        changed = (got != before) | (wanted != before)
+        return float(unlike.sum() / changed.sum().clamp(min=1))
+    eps = torch.finfo(got.dtype).eps
+    flat = _flat(got), _flat(wanted), None if before is None else _flat(before)
+    largest, chunks = _largest_unlike(flat)
+    if not chunks or largest == float("inf"):
+        return largest
+    typical = max(_typical(flat[1], flat[2], largest, eps), floor)
+    squares, count = 0.0, 0
+    for one, other, was in (_wide(flat, at) for at in chunks):
+        off = (one - other).abs()
+        sizes = _sizes(other, was)
+        if was is not None:
+            reach = torch.maximum(one.abs(), other.abs())
+            terms = torch.where(was.abs() * eps <= _LOST * reach, was.abs(), 0.0)
+            off = (off - _ROUNDING * eps * torch.maximum(reach, terms)).clamp(min=0)
+        counts = off > 0  # neither NaN nor what is infinite in both
+        relative = off[counts] / sizes[counts].clamp(min=typical)
+        squares += float((relative * relative).sum())
+        count += int(counts.sum())
+    return float((squares / max(1, count)) ** 0.5)
+
+
+def difference_as_a_whole(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Returns the norm of the difference relative to that of what was wanted: for gradients, most of which
+    may be zero up to rounding, and differ in all digits then. Infinities and NaNs have to be the same."""
+    size, off = _norm(wanted), _norm(got - wanted)
+    if size + off < float("inf"):
+        return off / size if size else (float("inf") if off else 0.0)
+    finite = got.isfinite() & wanted.isfinite()
+    if not bool((finite | (got == wanted) | (got.isnan() & wanted.isnan())).all()):
+        return float("inf")
+    return difference_as_a_whole(got[finite], wanted[finite])
+
+
+def _norm(values: torch.Tensor) -> float:
+    """Summed in float64, without a float64 copy."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.detach().reshape(-1)
+
+
+_Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _wide(flat: _Flat, at: int) -> _Flat:
+    one, other, was = flat
+    end = at + _CHUNK
+    return one[at:end].double(), other[at:end].double(), None if was is None else was[at:end].double()
+
+
+def _largest_unlike(flat: _Flat) -> tuple[float, list[int]]:
+    """The largest size of elements that differ, infinite where a NaN or infinity does, and their chunks."""
+    largest, found = 0.0, []
+    for at in range(0, flat[0].numel(), _CHUNK):
+        one, other, _ = _wide((*flat[:2], None), at)
+        unlike = (one != other) & ~(one.isnan() & other.isnan())
+        if bool(unlike.any()):
+            most = float(torch.maximum(one.abs(), other.abs())[unlike].max())  # NaN if there is one
+            largest = max(largest, most if most == most else float("inf"))
+            found.append(at)
+    return largest, found
+
+
+def _sizes(wanted: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    if before is None:
+        return wanted.abs()
+    return torch.where(before.isfinite(), torch.minimum(wanted.abs(), (wanted - before).abs()), wanted.abs())
+
+
+def _typical(wanted: torch.Tensor, before: torch.Tensor | None, largest: float, eps: float) -> float:
+    """The median size, of elements that rounding may have carried to those that differ."""
+    step = (wanted.numel() // _SAMPLE) | 1  # odd, to meet all columns
+    sizes = _sizes(wanted[::step].double(), None if before is None else before[::step].double())
+    near = sizes[(sizes > 0) & (sizes * eps * _REACH <= largest)]
+    return float(near.median()) if near.numel() else 0.0
