@@ -393,6 +393,12 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "adapters of embeddings are not supported",
     ),
+    "a pattern that backtracks": (
+        lambda t: None,
+        {"rank_pattern": {"(.*)*x(.*)*y(.*)*z": 2}, "target_modules": "(.*)*x(.*)*y(.*)*z"},
+        "are not in its target_modules",
+    ),
+    "a pattern that looks ahead": (lambda t: None, {"rank_pattern": {"(?=q)q_proj": 2}}, "not supported"),
     "magnitudes": (
         lambda t: t.update({f"{LAYER}.lora_magnitude_vector": torch.zeros(32)}),
         {},
@@ -431,6 +437,15 @@ def test_files_that_are_missing_or_no_files(world: LoraWorld, llm: LLM, tmp_path
     refused(tmp_path, "it has no adapter_config.json")
     (tmp_path / "adapter_config.json").write_text("{")
     refused(tmp_path, "cannot be read")
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    refused(tmp_path, "cannot be read")
+    (tmp_path / "adapter_config.json").write_text(" " * 5_000_000)
+    refused(tmp_path, "5,000,000 bytes")
+    for endless in (lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/zero")):
+        (tmp_path / "adapter_config.json").unlink()
+        endless(tmp_path / "adapter_config.json")
+        refused(tmp_path, "not a regular file")
+    (tmp_path / "adapter_config.json").unlink()
     shutil.copy(Path(world.path(0)) / "adapter_config.json", tmp_path)
     refused(tmp_path, "has neither adapter_model.safetensors nor adapter_model.bin")
     (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")

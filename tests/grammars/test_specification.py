@@ -11,7 +11,7 @@ from xgrammar import structural_tag
 from xgrammar.testing import _is_grammar_accept_string
 
 from ostinato.grammars.library import plain_words
-from ostinato.grammars.specification import _TAG_FIELDS, check
+from ostinato.grammars.specification import _TAG_FIELDS, checked
 from ostinato.text.errors import GrammarError
 from ostinato.text.schema_keywords import FORMATS, first_unheld, held_part
 
@@ -40,10 +40,10 @@ for _ in range(300):
 )
 def test_schemas_that_are_refused(schema: Any, reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
-        check("json", json.dumps(schema))
+        checked("json", json.dumps(schema))
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     with pytest.raises(GrammarError, match=reason):
-        check("structural_tag", json.dumps(tag))
+        checked("structural_tag", json.dumps(tag))
 
 
 def test_parts_of_a_structural_tag_have_no_other_fields() -> None:
@@ -58,7 +58,7 @@ def test_parts_of_a_structural_tag_have_no_other_fields() -> None:
         ({"type": "triggered_tags", "triggers": ["<"], "tags": [], "at_least_onc": True}, "at_least_onc"),
     ):
         with pytest.raises(GrammarError, match=f"has no '{unknown}"):
-            check("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+            checked("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
     for kind, fields in _TAG_FIELDS.items():
         [model] = [each for each in PARTS if each.model_fields["type"].default == kind]
         assert {"type", *fields.split()} == set(model.model_fields)
@@ -66,7 +66,7 @@ def test_parts_of_a_structural_tag_have_no_other_fields() -> None:
         "type": "json_schema",
         "json_schema": {"type": "object", "properties": {"or": {"type": "null"}}},
     }
-    check("structural_tag", json.dumps({"type": "structural_tag", "format": schema}))
+    checked("structural_tag", json.dumps({"type": "structural_tag", "format": schema}))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_parts_of_a_structural_tag_have_no_other_fields() -> None:
     ],
 )
 def test_schemas_that_only_look_like_it(schema: Any) -> None:
-    check("json", json.dumps(schema))
+    checked("json", json.dumps(schema))
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -221,10 +221,19 @@ def test_what_the_library_reads_over_is_refused(schema: Any, against: str, reaso
     }
     for whole in (schema, inside):
         with pytest.raises(GrammarError, match=reason):
-            check("json", json.dumps(whole))
-    kept = held_part(inside, inside)
-    check("json", json.dumps(kept))
-    assert kept.keys() == inside.keys()
+            checked("json", json.dumps(whole))
+    kind, text = checked("loose_json", json.dumps(inside))
+    kept = json.loads(text)
+    assert (kind, kept.keys()) == ("json", inside.keys())
+    part = {"type": "json_schema", "json_schema": inside, "strict": False}
+    tag = {"type": "structural_tag", "format": {"type": "or", "elements": [part]}}
+    kind, text = checked("structural_tag", json.dumps(tag))
+    assert json.loads(text)["format"]["elements"] == [{"type": "json_schema", "json_schema": kept}]
+    xgrammar.Grammar.from_structural_tag(text)
+    for strict in (True, "no", None):
+        part["strict"] = strict
+        with pytest.raises(GrammarError):
+            checked("structural_tag", json.dumps(tag))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +264,7 @@ def test_what_the_library_reads_over_is_refused(schema: Any, against: str, reaso
     ],
 )
 def test_what_the_library_holds_to_is_not_refused(schema: Any) -> None:
-    check("json", json.dumps(schema))
+    checked("json", json.dumps(schema))
     assert held_part(schema, schema) == schema
 
 
@@ -276,10 +285,10 @@ def test_what_the_library_holds_to_is_not_refused(schema: Any) -> None:
 )
 def test_repetitions_are_multiplied(kind: str, text: str, allowed: bool) -> None:
     if allowed:
-        check(kind, text)
+        checked(kind, text)
     else:
         with pytest.raises(GrammarError, match=r"times|levels"):
-            check(kind, text)
+            checked(kind, text)
 
 
 def test_messages_of_the_library_lose_places_in_its_source() -> None:
@@ -294,8 +303,8 @@ def test_escapes_that_the_library_takes_for_letters() -> None:
     assert _is_grammar_accept_string(xgrammar.Grammar.from_regex(r"\Aa\Z"), "AaZ")
     for kind, text in (("regex", r"\Aa\Z"), ("json", json.dumps({"type": "string", "pattern": r"a\z"}))):
         with pytest.raises(GrammarError, match=r"\\[Az] is not supported"):
-            check(kind, text)
-    check("regex", r"\\A\d+\.\x41\u00e9\-")
+            checked(kind, text)
+    checked("regex", r"\\A\d+\.\x41\u00e9\-")
 
 
 @pytest.mark.parametrize(
@@ -307,9 +316,9 @@ def test_escapes_that_the_library_takes_for_letters() -> None:
 )
 def test_expressions_that_would_be_read_as_something_else_are_refused(expression: str) -> None:
     with pytest.raises(GrammarError, match=r"not read as written|cannot be enforced"):
-        check("regex", expression)
+        checked("regex", expression)
     with pytest.raises(GrammarError, match=r"not read as written|cannot be enforced"):
-        check("json", json.dumps({"type": "string", "pattern": expression}))
+        checked("json", json.dumps({"type": "string", "pattern": expression}))
     assert held_part({"type": "string", "pattern": expression}, {}) == {"type": "string"}
 
 
@@ -321,7 +330,7 @@ def test_expressions_that_would_be_read_as_something_else_are_refused(expression
     ],
 )
 def test_expressions_that_only_look_like_it(expression: str) -> None:
-    check("regex", expression)
+    checked("regex", expression)
 
 
 @pytest.mark.parametrize("form", [*sorted(FORMATS), "int64", "password", "regex"])

@@ -87,6 +87,7 @@ def test_templates_of_clients_that_are_trusted(guarded: ServerProcess, server: S
         ("{{ 1 / 0 }}", "division"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{{ raise_exception('no') }}", "no"),
+        ("{{ 'a' * 10**10 }}", "memory"),
     ):
         refused = guarded.post("/v1/chat/completions", {**body, "chat_template": broken}, headers=KEYS)
         assert refused.status_code == 400, refused.text

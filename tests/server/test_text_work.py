@@ -99,3 +99,26 @@ def test_a_lane_holds_so_much_and_no_more(model: Path, monkeypatch: pytest.Monke
     found = on(model, act)
     assert sum(isinstance(each, LanesFull) for each in found) == 2
     assert sum(isinstance(each, list) for each in found) == 2
+
+
+def test_templates_of_clients_keep_only_one_another_waiting(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def templated(source: str) -> TextWork:
+        said = Conversation([{"role": "user", "content": "a"}], None, True, {}, False, source)
+        return TextWork(said, False, None, "messages")
+
+    async def act(lanes: TextLanes, tokenizer: Tokenizer) -> None:
+        assert await lanes.ids(templated("{{ messages[0].content }}")) == tokenizer.encode("a")
+        assert len(await lanes.ids(work("x" * (IN_THREAD + 1)))) == IN_THREAD + 1
+        monkeypatch.setattr(lanes_module, "TEMPLATE_SECONDS", 3.0)
+        slow = asyncio.create_task(lanes.ids(templated("{{ 9 ** (9 ** 9) }}")))
+        await asyncio.sleep(0)
+        assert len(await lanes.ids(work("x" * (IN_THREAD + 1)))) == IN_THREAD + 1
+        assert not slow.done()
+        with pytest.raises(TextRefused, match="longer than 3 s") as refused:
+            await slow
+        assert refused.value.field == "chat_template"
+        assert await lanes.ids(templated("{{ messages[0].content }}")) == tokenizer.encode("a")
+
+    on(model, act)

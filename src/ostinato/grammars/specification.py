@@ -14,7 +14,7 @@ from typing import Any
 
 from ostinato.text.errors import GrammarError
 from ostinato.text.misread_expressions import misread
-from ostinato.text.schema_keywords import first_unheld
+from ostinato.text.schema_keywords import first_unheld, held_part
 
 from .limits import MAX_NESTING, MAX_REPETITIONS
 
@@ -52,8 +52,17 @@ _ESCAPES = frozenset("dDwWsSbBnrtfvaexucpPk")
 _COUNT = re.compile(r"\{\s*(\d+)?\s*(,)?\s*(\d+)?\s*\}")
 
 
-def check(kind: str, text: str) -> None:
-    """Raises GrammarError, naming what must not reach the library."""
+def checked(kind: str, text: str) -> tuple[str, str]:
+    """Returns what the library is given: of loose schemas, the part that it can enforce.
+
+    Raises GrammarError, naming what must not reach the library.
+    """
+    if kind == "loose_json":
+        kind, text = "json", json.dumps(_loosened(_parsed(text)))
+    elif kind == "structural_tag":
+        tag = _parsed(text)
+        if _loosen(tag):
+            text = json.dumps(tag)
     if kind == "json":
         _check_schema(_parsed(text))
     elif kind == "structural_tag":
@@ -62,6 +71,27 @@ def check(kind: str, text: str) -> None:
         _check_expression(text)
     elif kind == "grammar":
         _check_repetitions(text, in_quotes=True)
+    return kind, text
+
+
+def _loosen(tag: Any) -> bool:
+    """Loosens the schemas of a structural tag that need not be strict, in place; returns if any was."""
+    found = False
+    for part in _walk(tag, data=frozenset(("json_schema", "schema"))):
+        if part.get("type") == "json_schema" and "strict" in part:
+            found, strict = True, part.pop("strict")
+            if not isinstance(strict, bool):
+                raise GrammarError(f"strict of a json_schema must be true or false, not {str(strict)[:100]}")
+            if not strict:
+                part["json_schema"] = _loosened(part.get("json_schema"))
+    return found
+
+
+def _loosened(schema: Any) -> Any:
+    """Returns the part of a schema that the library can enforce, which is found by recursion."""
+    for _ in _walk(schema, data=frozenset()):
+        pass  # it is not nested too deep
+    return held_part(schema, schema)
 
 
 def _parsed(text: str) -> Any:

@@ -19,7 +19,7 @@ from ostinato.text.errors import GrammarError
 
 from .layout import CURRENT, PACKET_BYTES, Command, SharedMemory, Verdict
 from .library import Library
-from .specification import check
+from .specification import checked
 
 _COMPILING_NICENESS = 10
 _LOOK_SECONDS = 0.05
@@ -84,8 +84,7 @@ def _compiled_aside(
         os.setpriority(os.PRIO_PROCESS, 0, _COMPILING_NICENESS)  # of this thread, on Linux
         try:
             asked = json.loads(specification)
-            check(asked["kind"], asked["text"])
-            compiled = library.compiled(asked["kind"], asked["text"])
+            compiled = library.compiled(*checked(asked["kind"], asked["text"]))
             outcome.clear()
             outcome["bytes"] = _private_bytes()
         except GrammarError as error:

@@ -33,7 +33,10 @@ class StructuredOutputs:
     whitespace_pattern: str | None = None
     """Refused, as above."""
     structural_tag: str | None = None
-    """Free text with parts that follow schemas, in xgrammar's JSON."""
+    """Free text with parts that follow schemas, in xgrammar's JSON. A part of type `json_schema` may have
+    `"strict": false`, with the meaning of `strict` below."""
+    strict: bool = True
+    """Refuse a JSON schema with a rule that cannot be enforced; False: enforce the rest of the schema."""
 
     def __post_init__(self) -> None:
         if self.choice is not None:
@@ -55,8 +58,10 @@ class StructuredOutputs:
     @property
     def kind_and_text(self) -> tuple[str, str]:
         """Which field is set, and its text; empty for json_object. Choices are a grammar."""
-        kinds = [name for name in _KINDS if name != "choice" and getattr(self, name)]
-        return kinds[0], "" if kinds[0] == "json_object" else getattr(self, kinds[0])
+        kind = next(name for name in _KINDS if name != "choice" and getattr(self, name))
+        if kind == "json_object":
+            return kind, ""
+        return "loose_json" if kind == "json" and not self.strict else kind, getattr(self, kind)
 
     def _write_choice(self) -> None:
         """Write the choices as a grammar too; a copy then has both."""

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import AdapterError
+from .name_patterns import pattern
 
+MAX_CONFIG_BYTES = 4 * 2**20
+MAX_EXPRESSIONS = 64
+"""Expressions of one configuration that are more than names."""
 CONFIG_FILE = "adapter_config.json"
 
 _USED = frozenset(
@@ -71,7 +75,13 @@ class PeftConfig:
         if not directory.is_dir():
             raise AdapterError(f"there is no adapter in {directory}: no such directory")
         try:
+            if file.exists() and not file.is_file():  # a pipe or a device may never end
+                raise AdapterError(f"{file} is not a regular file")
+            if (size := file.stat().st_size) > MAX_CONFIG_BYTES:
+                raise AdapterError(f"{file} has {size:,} bytes, at most {MAX_CONFIG_BYTES:,} are read")
             raw = json.loads(file.read_bytes())
+        except RecursionError:
+            raise AdapterError(f"{file} cannot be read: it is nested too deep") from None
         except FileNotFoundError:
             raise AdapterError(f"{directory} is not a PEFT adapter: it has no {CONFIG_FILE}") from None
         except (OSError, ValueError) as error:
@@ -85,7 +95,7 @@ class PeftConfig:
             raise AdapterError(f"{where} does not contain a JSON object")
         _refuse(raw, where)
         try:
-            return cls(
+            config = cls(
                 r=_positive(raw.get("r", 8)),
                 lora_alpha=_number(raw.get("lora_alpha", 8)),
                 use_rslora=_switch(raw.get("use_rslora")),
@@ -96,8 +106,16 @@ class PeftConfig:
                 layers_to_transform=_integers(raw.get("layers_to_transform")),
                 layers_pattern=tuple(map(_regex, _listed(raw.get("layers_pattern")))),
             )
+            config._check_number_of_expressions()
         except (TypeError, ValueError, AttributeError) as error:
             raise AdapterError(f"{where}: a field has a value that PEFT does not write: {error}") from error
+        return config
+
+    def _check_number_of_expressions(self) -> None:
+        named = [each for each in (self.target_modules, self.exclude_modules) if isinstance(each, str)]
+        expressions = [*self.rank_pattern, *self.alpha_pattern, *self.layers_pattern, *named]
+        if sum(not pattern(each).is_plain for each in expressions) > MAX_EXPRESSIONS:
+            raise ValueError(f"it has more than {MAX_EXPRESSIONS} regular expressions")
 
     def rank_of(self, module: str) -> int:
         """Rank of the matrices of a layer, by its full name."""
@@ -127,9 +145,9 @@ class PeftConfig:
             return False
         if not self.layers_to_transform or isinstance(self.target_modules, str):
             return True
-        patterns = self.layers_pattern or (r"[^.]*",)
-        found = [re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module) for pattern in patterns]
-        index = next((match.group(1) for match in found if match is not None), None)
+        index = next(
+            filter(None, (_layer_index(module, each) for each in self.layers_pattern or (r"[^.]*",))), None
+        )
         return index is not None and int(index) in self.layers_to_transform
 
 
@@ -158,12 +176,20 @@ def _refuse(raw: Mapping[str, Any], where: str) -> None:
 
 def _pattern_of(module: str, patterns: Mapping[str, object]) -> str:
     """PEFT's rule: a pattern matches the end of a module's name."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+    return next((key for key in patterns if pattern(rf"(?:.*\.)?(?:{key})").matches(module)), module)
+
+
+def _layer_index(module: str, layers: str) -> str | None:
+    """PEFT's rule: the first number between dots behind a name that the pattern matches at its end."""
+    for found in re.finditer(r"(?<=\.)\d+(?=\.)", module):
+        if pattern(rf"(?:.*\.)?(?:{layers})").matches(module[: found.start() - 1]):
+            return found.group()
+    return None
 
 
 def _is_named(module: str, names: str | tuple[str, ...]) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return pattern(names).matches(module)
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
@@ -176,11 +202,10 @@ def _names(given: Any) -> str | tuple[str, ...] | None:
 
 
 def _regex(given: Any) -> str:
-    try:
-        re.compile(given)
-    except re.error as error:
-        raise ValueError(f"{given!r} is not a regular expression: {error}") from None
-    return str(given)
+    if not isinstance(given, str):
+        raise ValueError(f"{str(given)[:200]!r} is not a regular expression")
+    pattern(given)
+    return given
 
 
 def _listed(given: Any) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from ostinato.text.errors import GrammarError
-from ostinato.text.schema_keywords import held_part
 from ostinato.text.structured import StructuredOutputs, choice_grammar
 
 from .conversation import Tool
@@ -34,6 +33,7 @@ MAX_SCHEMA_CHARACTERS = 65536
 MAX_SCHEMA_DEPTH = 48
 """A schema is compiled by recursion in the engine's process."""
 
+_ANY_OBJECT = {"type": "object"}
 Shaped = tuple[str, StructuredOutputs | None]
 """The field that asks for the shape, and the shape; None for free text."""
 
@@ -46,7 +46,9 @@ def answer_shape(body: Sampling, use: ToolUse, tool_call_kind: str) -> Shaped:
     """
     param, asked = _asked_format(body)
     if use.chosen is not None:
-        return "tools", _of_schema(_parameters(use.chosen), "tools")
+        function = use.chosen.function
+        schema = _checked(function.parameters or _ANY_OBJECT, "tools")
+        return "tools", StructuredOutputs(json=schema, strict=bool(function.strict))
     if use.is_required:
         return "tools", _structural({"type": "or", "elements": _tags(use, "llama")})
     if not use.tools or tool_call_kind == "none":
@@ -214,23 +216,21 @@ def _tags(use: ToolUse, kind: str) -> list[dict[str, Any]]:
         {
             "type": "tag",
             "begin": layout.begin(tool.function.name),
-            "content": _schema_part(
-                _parameters(tool) if use.is_required or tool.function.strict else {"type": "object"}, "tools"
-            ),
+            "content": _arguments_part(tool, is_held=use.is_required),
             "end": layout.end,
         }
         for tool in use.tools
     ]
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    """What a call is held to: of a tool that is not strict, as much of its schema as can be."""
-    schema = tool.function.parameters or {"type": "object"}
-    if tool.function.strict:
-        return schema
-    _checked(schema, "tools")
-    loosened: dict[str, Any] = held_part(schema, schema)
-    return loosened
+def _arguments_part(tool: Tool, *, is_held: bool) -> dict[str, Any]:
+    """The arguments of a call. A schema that is not strict is loosened in the grammar's own process: its
+    expressions are matched there."""
+    function = tool.function
+    if not (is_held or function.strict):
+        return _schema_part(_ANY_OBJECT, "tools")
+    part = _schema_part(function.parameters or _ANY_OBJECT, "tools")
+    return part if function.strict else {**part, "strict": False}
 
 
 # -- checked ---------------------------------------------------------------------------------------

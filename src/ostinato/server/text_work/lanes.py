@@ -27,6 +27,11 @@ LONG = 1_048_576
 """Longer texts have a lane of their own, and their process ends with each: it has used much memory."""
 SECONDS = 60.0
 """What takes longer is given up."""
+MEMORY_BYTES = 6 * 2**30
+TEMPLATE_SECONDS = 10.0
+"""The same for a client's chat template, which is a program: it may loop, and its constants are computed when
+it is compiled."""
+TEMPLATE_MEMORY_BYTES = 2 * 2**30
 WAITING = 64 * 2**20
 """Characters that may wait in one lane."""
 IDLE_SECONDS = 60.0
@@ -46,9 +51,11 @@ class TextLanes:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ostinato-text")
         self._in_threads = 0
-        start = Start(directory, chat_template)
+        start = Start(directory, chat_template, MEMORY_BYTES)
         self._long = _Lane(start)
         self._longest = _Lane(start, ends_after_each=True)
+        # Of its own: templates that take long keep only other clients' templates waiting.
+        self._templates = _Lane(Start(directory, chat_template, TEMPLATE_MEMORY_BYTES), is_for_templates=True)
 
     async def ids(self, work: TextWork) -> list[int]:
         """The token ids. Raises `TextRefused`, or `LanesFull` while too much is waiting."""
@@ -57,7 +64,7 @@ class TextLanes:
             for text in (work.given, work.other or ""):
                 check_length(text, work.limit, work.name)
         if isinstance(work.given, Conversation) and work.given.template is not None:
-            return await self._long.ids(work, size)  # who knows how long a client's template takes
+            return await self._templates.ids(work, size + len(work.given.template))
         if size <= INLINE:
             return do_text_work(work, self._tokenizer)
         if size <= IN_THREAD:
@@ -67,8 +74,8 @@ class TextLanes:
     def close(self) -> None:
         """End the processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._long.close()
-        self._longest.close()
+        for lane in (self._long, self._longest, self._templates):
+            lane.close()
 
     async def _by_thread(self, work: TextWork, size: int) -> list[int]:
         if self._in_threads + size > WAITING:
@@ -84,9 +91,12 @@ class TextLanes:
 class _Lane:
     """A process that does one piece of work after the other."""
 
-    def __init__(self, start: Start, *, ends_after_each: bool = False) -> None:
+    def __init__(
+        self, start: Start, *, ends_after_each: bool = False, is_for_templates: bool = False
+    ) -> None:
         self._start = start
         self._ends_after_each = ends_after_each
+        self._is_for_templates = is_for_templates
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._process: asyncio.subprocess.Process | None = None
@@ -117,15 +127,18 @@ class _Lane:
             self._idle.cancel()
             self._idle = None
         is_done = False
+        seconds = TEMPLATE_SECONDS if self._is_for_templates else SECONDS
+        field, what = ("chat_template", "run") if self._is_for_templates else (None, "tokenise")
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(seconds):
                 answer = await self._asked(work)
             is_done = True
         except TimeoutError:
-            message = f"{work.name} takes longer than {SECONDS:g} s to tokenise: it is given up"
-            raise TextRefused(message, "text_too_hard") from None
+            message = f"{field or work.name} takes longer than {seconds:g} s to {what}: it is given up"
+            raise TextRefused(message, "text_too_hard", field) from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise TextRefused(f"{work.name} takes too much memory to tokenise", "text_too_hard") from None
+            message = f"{field or work.name} takes too much memory to {what}"
+            raise TextRefused(message, "text_too_hard", field) from None
         finally:
             if self._ends_after_each or not is_done:
                 self.close()

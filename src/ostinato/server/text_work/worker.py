@@ -18,9 +18,8 @@ import msgspec
 from ostinato.text.tokenizer import Tokenizer
 
 from ..parent_death import die_with_parent
-from .work import TextRefused, TextWork, do_text_work
+from .work import Conversation, TextRefused, TextWork, do_text_work
 
-MEMORY_BYTES = 6 * 2**30
 LENGTH = struct.Struct("<Q")
 
 
@@ -29,6 +28,8 @@ class Start(msgspec.Struct, frozen=True):
 
     directory: str
     chat_template: str | None
+    memory_bytes: int
+    """Address space that the process may take."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -52,11 +53,11 @@ def main() -> None:
     """Work until nobody asks any more."""
     die_with_parent()
     os.nice(5)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     # Nothing else may write where the answers go.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     start = msgspec.msgpack.decode(_frame(sys.stdin.buffer), type=Start)
+    resource.setrlimit(resource.RLIMIT_AS, (start.memory_bytes, start.memory_bytes))
     tokenizer = Tokenizer.from_directory(start.directory)
     if start.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(start.chat_template)
@@ -75,7 +76,9 @@ def _answered(work: TextWork, tokenizer: Tokenizer) -> Answer:
     except RecursionError:
         return Refused("the messages are nested too deeply")
     except MemoryError:
-        return Refused("the text takes too much memory to tokenise")
+        if isinstance(work.given, Conversation) and work.given.template is not None:
+            return Refused("chat_template takes too much memory to run", "text_too_hard", "chat_template")
+        return Refused("the text takes too much memory to tokenise", "text_too_hard")
 
 
 def _frame(source: BinaryIO) -> bytes:
