@@ -45,7 +45,7 @@ class Late:
 
         monkeypatch.setattr(self.adapters, "read", gated)
         command = Generate(7, [65, 66], SamplingParams(temperature=0, max_tokens=3), adapter="x")
-        assert self.engine.generate(command) is None
+        assert self.engine.generate(command) == []
         assert self.engine.waits_for_files
 
     def load(self, name: str, contents: str | None = None) -> None:
@@ -107,7 +107,7 @@ def test_whoever_waits_for_a_file_is_served_before_a_pause_that_waits(
             break
         if turn == 5:
             # One that comes now is held, though its file is there when that of the other is.
-            assert late.engine.generate(Generate(8, [65, 66], params, adapter="x")) is None
+            assert late.engine.generate(Generate(8, [65, 66], params, adapter="x")) == []
             late.gate.set()
         told += late.engine.carry_on()
         if late.engine.is_busy:

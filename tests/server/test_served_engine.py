@@ -48,7 +48,7 @@ def test_every_token_is_told_once_and_every_end_with_its_reason(llm: LLM, engine
     ended: dict[int, News] = {}
     num_plain = 0
     for id, (text, one) in enumerate(zip(texts, params, strict=True)):
-        assert engine.generate(Generate(id, prompt(llm, text), one)) is None
+        assert engine.generate(Generate(id, prompt(llm, text), one)) == []
     while engine.is_busy:
         step = engine.step()
         assert len(step.ids) == len(step.tokens)
@@ -86,7 +86,7 @@ def test_the_time_in_the_queue_is_told_once(llm: LLM, engine: ServedEngine) -> N
     """Four have a row at once; the fifth waits for the end of one, and one that is aborted leaves nothing."""
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for id in range(6):
-        assert engine.generate(Generate(id, prompt(llm, "abc"), params)) is None
+        assert engine.generate(Generate(id, prompt(llm, "abc"), params)) == []
     engine.abort([5])
     told: dict[int, list[float]] = {id: [] for id in range(5)}
     while engine.is_busy:
@@ -122,7 +122,7 @@ def test_what_is_computed_again_gets_on_before_its_pages_are_taken_once_more(
     text = "abcdefgh" * 7
     [alone] = sleepy.generate(text, params := SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     sleepy.reset_prefix_cache()
-    assert engine.generate(Generate(1, prompt(sleepy, text), params)) is None
+    assert engine.generate(Generate(1, prompt(sleepy, text), params)) == []
     for at in range(4):
         tell(engine.step())
         called = controls[name](**options)

@@ -38,7 +38,7 @@ from ostinato.kernels.sampling.token_lines import LogprobLines
 from ..parameters.sampling_params import RequestError, SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import ScheduledStep
-from ..scheduling.token_rules import NOTHING_LEFT, rules_of
+from ..scheduling.token_rules import NOTHING_LEFT, SharedRules
 from ..stepping.model_runner import ModelRunner
 from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
 from ..stepping.token_return import Amendment, BesideLines, Launched
@@ -92,6 +92,7 @@ class Sampler:
         buffers = {Kind.PLAIN: self._buffers_for(PLAIN_FIELDS), Kind.ADJUSTED: asking, Kind.FILTERED: asking}
         self.graphs = {kind: self._make_graphs(kind, buffers[kind]) for kind in Kind}
         """The graphs of each kind."""
+        self._rules = SharedRules()
         self._decided: tuple[IntArray | None, int, Asking | None] = (None, 0, None)
         self._held: dict[Kind, object] = dict.fromkeys(Kind)
         eager_steps: Counter[Reason] = Counter()  # shared by all kinds: they report as one
@@ -169,7 +170,7 @@ class Sampler:
         self.processors.check(params)
         request.processors = [*(params.logits_processors or ()), *self.processors.functions(params)]
         request.is_processed = bool(request.processors) or self.processors.sees_everybody
-        request.rules = rules_of(
+        request.rules = self._rules.of(
             params,
             request.eos_token_ids,
             self._vocab,

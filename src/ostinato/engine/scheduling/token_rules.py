@@ -7,6 +7,7 @@ last one after the others, so the host has to see every token first, as for a gr
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -48,6 +49,35 @@ def rules_of(
     # When a grammar's text is complete, the end-of-sequence token ends it, ignored or not.
     ends = () if params.ignore_eos and not has_grammar else eos_token_ids
     return TokenRules(params, ends, vocab_size, is_processed)
+
+
+class SharedRules:
+    """Keeps the rules that were made last: completions of one prompt have the same lists, and share them."""
+
+    def __init__(self) -> None:
+        self._made_of: tuple[object, ...] = ()
+        self._others: tuple[object, ...] = ()
+        self._rules: TokenRules | None = None
+
+    def of(
+        self,
+        params: SamplingParams,
+        eos_token_ids: Iterable[int],
+        vocab_size: int,
+        *,
+        has_grammar: bool,
+        is_processed: bool = False,
+    ) -> TokenRules | None:
+        """Returns what `rules_of` returns."""
+        lists = (params.bad_words, params.allowed_token_ids, params.stop_token_ids, eos_token_ids)
+        others = (vocab_size, params.min_tokens, params.ignore_eos, has_grammar, is_processed)
+        is_same = others == self._others and all(map(operator.is_, lists, self._made_of))
+        if not is_same or not self._made_of:
+            self._rules = rules_of(
+                params, eos_token_ids, vocab_size, has_grammar=has_grammar, is_processed=is_processed
+            )
+            self._made_of, self._others = lists, others
+        return self._rules
 
 
 class TokenRules:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import time
@@ -132,7 +131,7 @@ class EngineClient:
         self._connection: EngineConnection | None = None
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._ids = itertools.count()
+        self._next_id = 0
         self._last_words: str | None = None
         self._stopping = False
         self._stop_asked = asyncio.Event()
@@ -275,21 +274,28 @@ class EngineClient:
         self,
         prompt_ids: list[int],
         params: SamplingParams,
-        listener: Listener,
+        listeners: Sequence[Listener],
         cache_salt: str | None = None,
         adapter: str | None = None,
-    ) -> int:
-        """Ask for one completion; its id."""
-        id = self._listen(listener)
-        self._living().send(Generate(id, prompt_ids, params, cache_salt, adapter))
-        return id
+    ) -> range:
+        """Asks for completions of one prompt, one for each listener; returns their ids.
+
+        They differ in their seeds alone, as `SamplingParams.seeded` counts.
+        """
+        connection = self._living()
+        ids = range(self._next_id, self._next_id + len(listeners))
+        self._next_id = ids.stop
+        self._listeners.update(zip(ids, listeners, strict=True))
+        connection.send(Generate(ids.start, prompt_ids, params, cache_salt, adapter, len(ids)))
+        return ids
 
     def embed(
         self, prompt_ids: list[int], pooling: str, listener: Listener, adapter: str | None = None
     ) -> int:
         """Ask for one vector; its id."""
-        id = self._listen(listener)
-        self._living().send(Embed(id, prompt_ids, pooling, adapter))
+        connection, id = self._living(), self._new_id()
+        self._listeners[id] = listener
+        connection.send(Embed(id, prompt_ids, pooling, adapter))
         return id
 
     def forget(self, ids: Sequence[int]) -> None:
@@ -315,17 +321,15 @@ class EngineClient:
             raise EngineCallError(
                 f"the arguments of {name} cannot be passed on: {error}", Fault.CALLER
             ) from None
-        number = next(self._ids)
+        number = self._new_id()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         connection.send(Call(number, name, arguments))
         return await future
 
-    def _listen(self, listener: Listener) -> int:
-        self._living()
-        id = next(self._ids)
-        self._listeners[id] = listener
-        return id
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
 
     def _living(self) -> EngineConnection:
         if self.state is not EngineState.READY or self._connection is None or self._stopping:

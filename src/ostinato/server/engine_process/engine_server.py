@@ -33,7 +33,8 @@ from .weight_controls import WeightControls
 
 STATISTICS_EVERY = 0.5
 """Seconds between two messages of statistics."""
-
+INTAKE_SECONDS = 0.02
+"""After which a step comes before further commands."""
 
 FILES_EVERY = 2
 """Milliseconds between two looks for an adapter that is being read, if there is nothing else to do."""
@@ -94,22 +95,28 @@ class EngineServer:
             self._send(standing)
 
     def _obey(self) -> None:
-        """Carry out all that has arrived; with nothing to step, wait for something to arrive."""
+        """Carry out what has arrived; with nothing to step, wait for something to arrive.
+
+        However much arrives, those who are served already get their next token meanwhile.
+        """
         if not self._engine.is_busy:
             self._heartbeat.at_rest()
             self._arrivals.poll(FILES_EVERY if self._engine.waits_for_files else int(STATISTICS_EVERY * 1000))
         self._heartbeat.at_work()
+        until = time.monotonic() + INTAKE_SECONDS
         while not self._stopping:
             try:
                 message = self._commands.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._carry_out(decode_command(message))
+            if time.monotonic() >= until and self._engine.is_busy:
+                return
 
     def _carry_out(self, command: Command) -> None:
         match command:
             case Generate():
-                self._tell_one(self._engine.generate(command))
+                self._tell(self._engine.generate(command))
             case Embed():
                 self._tell_one(self._engine.embed(command))
             case Abort(ids, silent):

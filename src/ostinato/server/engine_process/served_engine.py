@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ostinato.engine.parameters.sampling_params import RequestError, SamplingPar
 from ostinato.engine.scheduling.drain import Announced
 from ostinato.engine.scheduling.request import Request, RequestStatus
 from ostinato.engine.stepping.flight import Extras, Progress
-from ostinato.engine.token_ids import token_array
+from ostinato.engine.token_ids import IntArray, token_array
 from ostinato.models.adapters.adapter import Adapter
 
 from ..wire.messages import JUDGED, Embed, Generate, News, Standing, StepNews, TokenLogprobs
@@ -63,17 +64,25 @@ class ServedEngine:
         """Whether a step would do something."""
         return self.core.can_step
 
-    def generate(self, command: Generate) -> News | None:
-        """Queue a completion; news only if it is refused."""
-        self._arrived[command.id] = time.perf_counter()
-        params = command.params
+    def generate(self, command: Generate) -> list[News]:
+        """Queues completions of one prompt; returns news of those that are refused."""
+        prompt: list[int] | IntArray = command.prompt_ids
+        if command.num > 1:  # an array is shared
+            with suppress(OverflowError):
+                prompt = token_array(prompt)
+        told = [self._generate(command, number, prompt) for number in range(command.num)]
+        return [news for news in told if news is not None]
+
+    def _generate(self, command: Generate, number: int, prompt: list[int] | IntArray) -> News | None:
+        id, params = command.id + number, command.params.seeded(number)
+        self._arrived[id] = time.perf_counter()
         if params.seed is None and not params.is_greedy:
             params.seed = int(self._seeds.integers(2**62))
 
         def add(adapter: AdapterVersion | None) -> News | None:
-            return self._add(command.id, command.prompt_ids, params, command.cache_salt, adapter)
+            return self._add(id, prompt, params, command.cache_salt, adapter)
 
-        return self._with_adapter(command.id, command.adapter, add)
+        return self._with_adapter(id, command.adapter, add)
 
     def embed(self, command: Embed) -> News | None:
         """Queue an embedding; news only if it is refused."""
@@ -239,7 +248,7 @@ class ServedEngine:
     def _add(
         self,
         id: int,
-        prompt_ids: list[int],
+        prompt: list[int] | IntArray,
         params: SamplingParams | None,
         cache_salt: str | None,
         adapter: AdapterVersion | None,
@@ -252,7 +261,7 @@ class ServedEngine:
         try:
             eos = self.core.loaded.eos_token_ids
             grammar = None if params is None else self.core.following.text(params)
-            request = Request(str(id), token_array(prompt_ids), params, eos, grammar, cache_salt, adapter)
+            request = Request(str(id), token_array(prompt), params, eos, grammar, cache_salt, adapter)
             self.core.add(request)
             self._arrived.setdefault(id, time.perf_counter())
             if adapter is not None:

@@ -73,8 +73,9 @@ async def answers_of(
         Completion(
             number,
             ids,
-            params.seeded(number),
+            params,
             model,
+            number=number,
             shape_param=param,
             cache_salt=body.cache_salt,
             wakes_every=wakes_every,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ostinato.engine.delivery.completion_text import CompletionText
@@ -40,13 +40,15 @@ class Completion:
         params: SamplingParams,
         model: ServedModel,
         *,
+        number: int = 0,
         keeps_output: bool = True,
         shape_param: str = "response_format",
         cache_salt: str | None = None,
         wakes_every: int = 0,
         on_token: Callable[[Completion, float], None] | None = None,
     ) -> None:
-        """`keeps_output=False`: the prompt alone is wanted, what comes behind it is dropped. `shape_param`:
+        """`params`: those of all completions of the prompt; this is the one of this `number`.
+        `keeps_output=False`: the prompt alone is wanted, what comes behind it is dropped. `shape_param`:
         the field at fault if the shape of the answer cannot be followed. `cache_salt`: only with the same one
         do requests share prefixes.
 
@@ -56,7 +58,7 @@ class Completion:
         """
         self.index = index
         self.prompt_ids = prompt_ids
-        self.params = params
+        self.params = params.seeded(number)
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.queued_seconds = 0.0
@@ -72,6 +74,7 @@ class Completion:
         self.last_token_at: float | None = None
         self.num_received = 0
         """Tokens that came, those dropped included."""
+        self._params_of_prompt, self._number = params, number
         self._keeps_output = keeps_output
         self._shape_param = shape_param
         self._cache_salt = cache_salt
@@ -105,14 +108,27 @@ class Completion:
             return self._last_weights or ""
         return self._engine.standing.weight_version
 
-    def start(self, engine: EngineClient, on_change: Callable[[], None], on_more: Callable[[], None]) -> None:
-        """Ask the engine; `on_change` is called at the first token and at the end, `on_more` in between."""
-        self._engine, self._on_change, self._on_more = engine, on_change, on_more
-        params = self.params
-        if params.stop or params.n != 1:
-            # Stop strings stay here, and the seed is the only thing that tells completions of a prompt apart.
-            params = params.verified(stop=None, n=1)
-        self._id = engine.generate(self.prompt_ids, params, self, self._cache_salt, self._model.adapter)
+    @staticmethod
+    def start(
+        completions: Sequence[Completion],
+        engine: EngineClient,
+        on_change: Callable[[], None],
+        on_more: Callable[[], None],
+    ) -> None:
+        """Asks the engine for completions, those of one prompt together: they share their lists.
+
+        `on_change` is called at the first token of each and at its end, `on_more` in between.
+        """
+        for completion in completions:
+            completion._engine, completion._on_change, completion._on_more = engine, on_change, on_more
+        for group in _of_one_prompt(completions):
+            first = group[0]
+            params = first._params_of_prompt.seeded(0)
+            params.stop = []  # these stay here
+            adapter = first._model.adapter
+            ids = engine.generate(first.prompt_ids, params, group, first._cache_salt, adapter)
+            for completion, id in zip(group, ids, strict=True):
+                completion._id = id
 
     def abort(self) -> None:
         """Have the engine end it; it then finishes with `abort`."""
@@ -219,3 +235,19 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", stop
         else:
             self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+
+
+def _of_one_prompt(completions: Sequence[Completion]) -> Iterator[list[Completion]]:
+    """Groups completions in their order: one group for each prompt, numbered from zero."""
+    group: list[Completion] = []
+    for completion in completions:
+        if group and not (
+            completion._params_of_prompt is group[0]._params_of_prompt
+            and completion.prompt_ids is group[0].prompt_ids
+            and completion._number == len(group)
+        ):
+            yield group
+            group = []
+        group.append(completion)
+    if group:
+        yield group

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from ostinato.engine.parameters.sampling_params import SamplingParams
+
 from .completion import Completion, Piece
 from .errors import ApiError
 from .generation import Generation
@@ -43,25 +45,29 @@ async def completions_of(
         of_prompt = -1 if -1 in asked else max(asked)
     param, shape = answer_shape(body, ToolUse(), "none")
     found: list[Completion] = []
+    params: SamplingParams | None = None
     for ids in await _prompts(body, model):
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         if body.max_tokens is None:
             wanted = min(wanted, model.ready.max_model_len - len(ids))
-        params = sampling_params(
-            body,
-            max_tokens=model.checked_max_tokens(wanted, len(ids), "max_tokens"),
-            model=model,
-            logprobs=body.logprobs,
-            prompt_logprobs=of_prompt,
-            shape=shape,
-        )
+        max_tokens = model.checked_max_tokens(wanted, len(ids), "max_tokens")
+        if params is None or params.max_tokens != max_tokens:  # all prompts of a length share their lists
+            params = sampling_params(
+                body,
+                max_tokens=max_tokens,
+                model=model,
+                logprobs=body.logprobs,
+                prompt_logprobs=of_prompt,
+                shape=shape,
+            )
         for number in range(body.n or 1):
             found.append(
                 Completion(
                     len(found),
                     ids,
-                    params.seeded(number),
+                    params,
                     model,
+                    number=number,
                     keeps_output=not prompt_only,
                     shape_param=param,
                     cache_salt=body.cache_salt,

@@ -71,8 +71,7 @@ class Generation:
         self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire)
         changed = self._changed
         try:
-            for completion in self.completions:
-                completion.start(engine, changed.set, lambda: self._pace.wake(changed))
+            Completion.start(self.completions, engine, changed.set, lambda: self._pace.wake(changed))
         except EngineGone as error:
             self.end(unavailable(str(error)))
 

@@ -17,15 +17,18 @@ NOTHING = packed({})
 
 
 class Generate(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Compute one completion."""
+    """Compute one or several completions of a prompt, which share its lists."""
 
     id: int
+    """Of the first; the others have the numbers behind it."""
     prompt_ids: list[int]
     params: SamplingParams
     cache_salt: str | None = None
     """Only requests with the same one share prefixes."""
     adapter: str | None = None
     """By name."""
+    num: int = 1
+    """Completions."""
 
 
 JUDGED = "judged"
