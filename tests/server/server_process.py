@@ -100,7 +100,7 @@ class ServerProcess:
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """A POST of JSON."""
-        return httpx.post(self.url + path, json=body, timeout=30, **options)
+        return httpx.post(self.url + path, json=body, **{"timeout": 30, **options})
 
     @property
     def engine_pid(self) -> int:

@@ -20,6 +20,7 @@ from .log_lines import announce
 from .metrics.history import History
 from .metrics.request_metrics import RequestMetrics
 from .openai.completion import Completion
+from .openai.cost import check_cost
 from .openai.errors import ApiError, unavailable
 from .openai.generation import Generation
 from .openai.requests import Sampling
@@ -120,6 +121,7 @@ class Service:
 
     def generation(self, id: str, completions: list[Completion]) -> Generation:
         """Admit and start; the caller must `end` it, whatever happens."""
+        check_cost(completions, self.serving().ready.vocab_size)
         self.admit(len(completions))
         timeout = self.config.request_timeout
         generation = Generation(id, completions, timeout=timeout, pace=self._pace, on_end=self._on_end)

@@ -10,6 +10,8 @@ import msgspec
 
 from .completion import Completion, Piece
 from .completions import OnToken, usage_of_chunks
+from .conversation import AssistantMessage
+from .cost import check_arguments, check_lists
 from .errors import ApiError
 from .generation import Generation
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -27,7 +29,7 @@ from .responses import (
     Metadata,
     ToolCall,
 )
-from .sampling import sampling_params
+from .sampling import bad_words, sampling_params
 from .served_model import ServedModel
 from .stream_events import ChunkEvents
 from .structured import answer_shape
@@ -48,6 +50,13 @@ async def answers_of(
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs are not part of a stream", param="prompt_logprobs")
+    check_lists(body, body.n or 1)
+    check_arguments(
+        call.function.arguments
+        for message in body.messages
+        if isinstance(message, AssistantMessage)
+        for call in message.tool_calls or ()
+    )
     param, shape = answer_shape(body, use, model.tool_call_kind)
     ids = await model.encode_chat(
         body.messages,
@@ -65,6 +74,7 @@ async def answers_of(
         body,
         max_tokens=model.checked_max_tokens(asked, len(ids), name),
         model=model,
+        bad_words=await bad_words(body, model),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         shape=shape,

@@ -74,7 +74,8 @@ class Completion:
         self.last_token_at: float | None = None
         self.num_received = 0
         """Tokens that came, those dropped included."""
-        self._params_of_prompt, self._number = params, number
+        self.params_of_prompt, self._number = params, number
+        """Shared by all completions of the prompt, whose lists these are."""
         self._keeps_output = keeps_output
         self._shape_param = shape_param
         self._cache_salt = cache_salt
@@ -123,7 +124,7 @@ class Completion:
             completion._engine, completion._on_change, completion._on_more = engine, on_change, on_more
         for group in _of_one_prompt(completions):
             first = group[0]
-            params = first._params_of_prompt.seeded(0)
+            params = first.params_of_prompt.seeded(0)
             params.stop = []  # these stay here
             adapter = first._model.adapter
             ids = engine.generate(first.prompt_ids, params, group, first._cache_salt, adapter)
@@ -242,7 +243,7 @@ def _of_one_prompt(completions: Sequence[Completion]) -> Iterator[list[Completio
     group: list[Completion] = []
     for completion in completions:
         if group and not (
-            completion._params_of_prompt is group[0]._params_of_prompt
+            completion.params_of_prompt is group[0].params_of_prompt
             and completion.prompt_ids is group[0].prompt_ids
             and completion._number == len(group)
         ):

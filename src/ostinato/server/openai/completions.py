@@ -10,12 +10,13 @@ import msgspec
 from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from .completion import Completion, Piece
+from .cost import check_lists
 from .errors import ApiError
 from .generation import Generation
 from .logprobs import CompletionLogprobsBuilder, prompt_logprobs
 from .requests import CompletionRequest, Sampling
 from .responses import CompletionBody, CompletionChoice, CompletionLogprobs, Metadata, Usage
-from .sampling import sampling_params
+from .sampling import bad_words, sampling_params
 from .served_model import ServedModel
 from .stream_events import ChunkEvents
 from .structured import answer_shape
@@ -43,7 +44,10 @@ async def completions_of(
         model.need_tokenizer("prompt_logprobs")
         asked = (of_prompt or 0, body.prompt_logprobs)
         of_prompt = -1 if -1 in asked else max(asked)
+    prompts = body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [0]
+    check_lists(body, len(prompts) * (body.n or 1))
     param, shape = answer_shape(body, ToolUse(), "none")
+    words = await bad_words(body, model)
     found: list[Completion] = []
     params: SamplingParams | None = None
     for ids in await _prompts(body, model):
@@ -56,6 +60,7 @@ async def completions_of(
                 body,
                 max_tokens=max_tokens,
                 model=model,
+                bad_words=words,
                 logprobs=body.logprobs,
                 prompt_logprobs=of_prompt,
                 shape=shape,

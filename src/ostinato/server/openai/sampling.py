@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from ostinato.engine.parameters.bad_words import token_sequences
 from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.text.structured import StructuredOutputs
 
+from ..text_work.lanes import INLINE
 from .errors import ApiError
 from .requests import Sampling
 from .served_model import ServedModel, check_unicode
@@ -38,6 +40,7 @@ def sampling_params(
     *,
     max_tokens: int,
     model: ServedModel,
+    bad_words: list[list[int]] | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
     shape: StructuredOutputs | None,
@@ -61,7 +64,7 @@ def sampling_params(
         return SamplingParams(
             **{**model.ready.default_sampling, **given, "max_tokens": max_tokens},
             logit_bias=_biases(body.logit_bias, model.ready.vocab_size),
-            bad_words=_bad_words(body.bad_words, model),
+            bad_words=bad_words,
             logprobs=None if body.logprob_token_ids else logprobs,
             logprob_token_ids=body.logprob_token_ids or None,
             extra_args=body.vllm_xargs or None,
@@ -102,13 +105,21 @@ def check_known(name: str, tokens: Sequence[int], vocab_size: int) -> None:
         raise ApiError(400, message, param=name)
 
 
-def _bad_words(given: Sequence[str] | None, model: ServedModel) -> list[list[int]] | None:
+async def bad_words(body: Sampling, model: ServedModel) -> list[list[int]] | None:
+    """The words that may not come, as tokens; made in a thread if there is much of them."""
+    given = body.bad_words
     if not given:
         return None
     tokenizer = model.need_tokenizer("bad_words")
     for word in given:
         check_unicode(word, "bad_words")
-    return token_sequences(given, functools.partial(tokenizer.encode, add_special_tokens=False))
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    try:
+        if sum(map(len, given)) + len(given) <= INLINE:
+            return token_sequences(given, encode)
+        return await asyncio.to_thread(token_sequences, given, encode)
+    except RequestError as error:
+        raise ApiError(400, str(error), param="bad_words") from error
 
 
 def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
