@@ -1,4 +1,4 @@
-"""What one request may cost the others: each field at its largest legal value, times n, prompts and each other.
+"""What one request may cost the others: each field at its largest legal value, times n and prompts, in pairs.
 
 Whatever is asked for, another client's stream has no gap above a second, and the server answers `/health`.
 """

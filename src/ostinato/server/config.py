@@ -75,6 +75,8 @@ class ServerConfig:
     step_timeout: float | None = None
     """Seconds that one step of the engine may take before it counts as hung; default: 120 on a GPU, 900 on a
     CPU."""
+    stall_timeout: float = 60.0
+    """Seconds that the HTTP process may stand still before it is killed, and the engine with it (Linux)."""
     tool_call_parser: str = "auto"
     """Format of the model's tool calls: qwen (or hermes, qwen25), llama (or llama3_json) or none; auto:
     detected from its chat template."""
@@ -106,7 +108,7 @@ class ServerConfig:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
         for name in (
             *("max_body_mb", "request_timeout", "client_timeout", "max_connections"),
-            *("heartbeat_timeout", "step_timeout"),
+            *("heartbeat_timeout", "step_timeout", "stall_timeout"),
         ):
             given = getattr(self, name)
             if given is not None and given <= 0:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from .config import ServerConfig
 from .engine_client.client import EngineClient, EngineLimits, EngineState
 from .forgiving_streams import forgive_full_disks
 from .garbage import spare_long_lived_objects
+from .guard import Guard
 from .http.app import make_app
 from .http.connections import Connections, room_for_connections
 from .leaving import LastResort
@@ -32,23 +32,28 @@ HTTP_END_SECONDS = 1
 """That answers have to reach their clients when the server leaves."""
 END_SECONDS = 1.8
 """That a server has for everything else when the time of its requests is over."""
+GUARD_SECONDS = 0.15
+"""Behind these, the guard ends a server that did not end itself."""
 RED_SECONDS = 2.0
 """How long a server whose engine died still answers, so that clients and probes learn of it."""
 
 
 def serve(engine_options: Mapping[str, Any], config: ServerConfig) -> int:
     """Serve until a signal or the engine's death; the process's exit code."""
+    guard = Guard(config.grace_seconds + END_SECONDS + GUARD_SECONDS, config.stall_timeout)
     listening = _bind(config)
     # A full disk under the log, or nobody at the other end of a pipe, is no reason to stop serving.
     forgive_full_disks()
-    code = asyncio.Runner(loop_factory=_loop_factory()).run(_serve(engine_options, config, listening))
+    code = asyncio.Runner(loop_factory=_loop_factory()).run(_serve(engine_options, config, listening, guard))
     # Threads may still be at work on something that nobody wants any more: nothing waits for them.
     os._exit(code)
 
 
-async def _serve(engine_options: Mapping[str, Any], config: ServerConfig, listening: socket.socket) -> int:
+async def _serve(
+    engine_options: Mapping[str, Any], config: ServerConfig, listening: socket.socket, guard: Guard
+) -> int:
     server = _Server(engine_options, config)
-    return await server.run(listening)
+    return await server.run(listening, guard)
 
 
 class _Server:
@@ -93,14 +98,12 @@ class _Server:
         self._tasks: list[asyncio.Task[None]] = []
         """They end with the loop."""
 
-    async def run(self, listening: socket.socket) -> int:
+    async def run(self, listening: socket.socket, guard: Guard) -> int:
         """Serve until the end; the exit code."""
         host, port = listening.getsockname()[:2]
         self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         announce(f"listening on {self._address}")
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled.set)
+        guard.watch(self._signalled.set)
         self._service.history.start()
         http = asyncio.create_task(self._http.serve(sockets=[listening]))
         engine = asyncio.create_task(self._engine.run())

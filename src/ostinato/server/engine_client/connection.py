@@ -45,11 +45,11 @@ class EngineConnection:
         process = multiprocessing.get_context("spawn").Process(
             target=run_engine, args=(dict(options), *addresses, adapters), name="ostinato-engine", daemon=True
         )
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             process.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         self.process = process
         self._reader = asyncio.create_task(self._read())
 

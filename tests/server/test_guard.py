@@ -1,0 +1,46 @@
+"""A server that cannot end itself is ended: within grace and two seconds of a signal, or when it stalls."""
+
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .server_process import ServerProcess
+
+
+def halt(server: ServerProcess, how: str) -> None:
+    with pytest.raises(httpx.TimeoutException):
+        httpx.get(f"{server.url}/halt?how={how}", timeout=0.5)
+
+
+@pytest.mark.parametrize("how", ["loop", "gil"])
+def test_a_signal_ends_a_server_that_reads_none(model: Path, how: str) -> None:
+    with ServerProcess(model, "--grace-seconds", "0.5", module="server.holding_server") as server:
+        engine = server.engine_pid
+        halt(server, how)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == -signal.SIGKILL
+        assert time.monotonic() - began < 0.5 + 2 + 0.5, "and half a second for the machine"
+        assert "did not end within" in server.log
+        wait_for_end(engine)
+
+
+def test_a_server_that_stands_still_is_ended(model: Path) -> None:
+    with ServerProcess(model, "--stall-timeout", "1.5", module="server.holding_server") as server:
+        engine = server.engine_pid
+        time.sleep(2)
+        assert server.get("/health").status_code == 200
+        halt(server, "gil")
+        assert server.process.wait(10) == -signal.SIGKILL
+        assert "stood still for 1.5 s" in server.log
+        wait_for_end(engine)
+
+
+def wait_for_end(process: int) -> None:
+    end = time.monotonic() + 3
+    while Path(f"/proc/{process}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
