@@ -1,5 +1,6 @@
 """A server that cannot end itself is ended: within grace and two seconds of a signal, or when it stalls."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -8,6 +9,12 @@ import httpx
 import pytest
 
 from .server_process import ServerProcess
+
+
+@pytest.fixture(autouse=True)
+def servers_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 def halt(server: ServerProcess, how: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import resource
 import time
 from collections.abc import Callable
@@ -25,6 +26,10 @@ OTHER_DESCRIPTORS = 256
 MAX_PIPELINED = 32
 """Requests that a client may send ahead of their answers."""
 MAX_HEADER_BYTES = 65536
+"""Of the headers, and of the trailers behind a chunked body."""
+HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)?(?::[0-9]*)?")
+"""A Host header without a user before it, which would be read as part of the address by some."""
+_UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade(?=[ \t]*:)")
 SWEEP_SECONDS = 0.5
 YOUNG_SECONDS = 1.0
 """A body that has been arriving for less is not given up for the sake of another client."""
@@ -147,6 +152,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread = (0, 0.0)
         """Bytes that the client has not taken, and since when they have not become fewer."""
         self._message_bytes = 0
+        self._trailer_bytes = 0
+        """Bytes since the last piece of a body; behind its end these are trailers."""
         self._in_headers = True
         self._cycles: list[Any] = []
         """Requests without their answers; uvicorn tells only the last one that the client has left."""
@@ -188,8 +195,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._message_bytes += len(data)
+        self._trailer_bytes += len(data)
+        if self._in_headers:
+            # No other protocol is spoken here, and a request that offers one is answered as it is. The parser
+            # would drop its body.
+            data = _UPGRADE.sub(b"x-upgrd", data)
         super().data_received(data)
-        if self._in_headers and self._message_bytes > MAX_HEADER_BYTES:
+        if max(self._message_bytes if self._in_headers else 0, self._trailer_bytes) > MAX_HEADER_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
         elif self._message_bytes > self._all.max_message_bytes:
             self.drop()
@@ -198,8 +210,23 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_headers = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header. Trailers are not read: they come when the headers have been acted on."""
+        if self._in_headers:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a piece of the body."""
+        self._trailer_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         self._in_headers = False
+        self._trailer_bytes = 0
+        hosts = [value for name, value in self.headers if name == b"host"]
+        is_1_0 = self.parser.get_http_version() == "1.0"
+        if len(hosts) > 1 or not (hosts or is_1_0) or not all(map(HOST.fullmatch, hosts)):
+            raise ValueError("one valid Host header is needed")  # ends parsing: the answer is 400
         self.since = time.monotonic()
         self._all.move(self, self._all.receiving)
         super().on_headers_complete()
@@ -209,7 +236,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("too many requests ahead of their answers")  # ends parsing: the answer is 400
 
     def on_message_complete(self) -> None:
-        self._message_bytes = 0
+        self._message_bytes = self._trailer_bytes = 0
         self._in_headers = True
         self._all.move(self, self._all.answering)
         super().on_message_complete()

@@ -125,12 +125,26 @@ def _check_local(scope: Scope, headers: Headers) -> None:
     is_local = (
         client is not None
         and _is_loopback(client[0])
-        and _is_loopback(urlsplit(f"//{headers.get('host', '')}").hostname or "")
+        and _is_loopback(_host_of(headers.get("host", "")))
         and not any(name in headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
     )
     origin = headers.get("origin")
-    if not is_local or (origin is not None and urlsplit(origin).netloc != headers.get("host")):
+    is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    if not is_local or is_foreign or (origin is not None and _origin_host(origin) != headers.get("host")):
         raise ApiError(403, "without --admin-key, admin endpoints answer to loopback only", code="admin_only")
+
+
+def _host_of(given: str) -> str:
+    """The name or address in a Host header, without its port."""
+    return given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
+
+
+def _origin_host(origin: str) -> str | None:
+    """Host and port of an origin; None if it is not one."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _is_loopback(host: str) -> bool:
