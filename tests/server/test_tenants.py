@@ -25,6 +25,14 @@ def test_keys_share_no_cached_prefixes(model: Path) -> None:
         assert cached(server, "one", cache_salt="x") == 0
         assert cached(server, "one", cache_salt="x") > 0
         assert cached(server, "two", cache_salt="x") == 0
+        admin = {"Authorization": "Bearer three"}
+        assert server.post("/flush_cache", headers=admin).status_code == 200
+        assert server.post("/flush_cache", headers={"Authorization": "Bearer one"}).status_code == 401
+        assert server.get("/graphs", headers=admin).status_code == 200
+        [line] = [line for line in server.log.splitlines() if " admin: " in line]
+        assert "admin: POST /flush_cache by 127.0.0.1 with key " in line
+        assert ": 200 in " in line
+        assert "three" not in line
 
 
 @pytest.mark.parametrize(
