@@ -218,6 +218,15 @@ def test_a_step_made_for_one_size_is_told_so_with_its_line(device, warnings):
     assert "must be an argument" in told
 
 
+def test_where_only_libraries_run_the_call_itself_is_the_users_line(device, warnings):
+    layers = nn.Sequential(nn.Flatten(0), nn.Linear(3 * WIDTH, 2)).to(device)
+    f = graphed(layers, ladder=LADDER)
+    f(randn(3, WIDTH, device=device))  # this line
+    [told] = warnings()
+    assert "# this line" in told
+    assert "linear.py" in told
+
+
 def test_a_library_is_named_beside_the_users_line(device, warnings):
     cell = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 6, [2, 4]).to(device)
     rows, labels = randn(3, WIDTH, device=device), torch.tensor([0, 3, 5], device=device)

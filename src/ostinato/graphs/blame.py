@@ -74,12 +74,13 @@ def frames_now(frame: FrameType | None = None) -> Frames:
 
 
 def frames_of(error: TracebackType | None) -> Frames:
-    """The frames that an exception came through."""
+    """The frames that an exception came through, and those that still wait for the one that caught it."""
+    waiting = frames_now(error.tb_frame.f_back) if error is not None and error.tb_frame.f_back else []
     frames = []
     while error is not None:
         frames.append((error.tb_frame, error.tb_lineno))
         error = error.tb_next
-    return frames[::-1]
+    return frames[::-1] + waiting
 
 
 def below_user(frames: Frames) -> Frames:
