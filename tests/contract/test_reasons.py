@@ -93,11 +93,26 @@ WRONG = {
     "momentum": (lambda: norm(None), x, "BatchNorm1d(momentum=None)", "give it a momentum"),
     "mask": (lambda: masked(None), sequences, "nn.Transformer with a mask", "is_causal=True"),
     "padding": (left_out, padded, "TransformerEncoder(src_key_padding_mask=)", "enable_nested_tensor=False"),
-    "categorical": (lambda: lambda a: Categorical(logits=a).probs, x, "Categorical", "validate_args=False"),
-    "normal": (lambda: lambda a: Normal(a, a.exp()).mean, x, "Normal", "validate_args=False"),
-    "beta": (lambda: lambda a: Beta(a.exp(), a.exp()).mean, x, "Beta", "validate_args=False"),
+    "categorical": (
+        lambda: lambda a: Categorical(logits=a, validate_args=True).probs,
+        x,
+        "Categorical",
+        "validate_args=False",
+    ),
+    "normal": (
+        lambda: lambda a: Normal(a, a.exp(), validate_args=True).mean,
+        x,
+        "Normal",
+        "validate_args=False",
+    ),
+    "beta": (
+        lambda: lambda a: Beta(a.exp(), a.exp(), validate_args=True).mean,
+        x,
+        "Beta",
+        "validate_args=False",
+    ),
     "log_prob": (
-        *(lambda: lambda a: Normal(a, a.exp(), validate_args=None).log_prob(a), x),
+        *(lambda: lambda a: Normal(a, a.exp(), validate_args=True).log_prob(a), x),
         *("Normal", "validate_args=False"),
     ),
     "number": (
