@@ -174,7 +174,8 @@ def _hooks_of_gradients(modules: Sequence[torch.nn.Module]) -> Comparison:
             if own.get(name):
                 found.add_equal(lambda own=own, name=name: list(own[name].values()))  # type: ignore[misc]
             elif name in own:
-                found.add_empty(own, name)
+                found.add_places([(own, name, own[name])])
+                found.add_empty(own[name])
     parameters = [p for module in modules for p in module.parameters(recurse=False)]
     for hooks_of in _PARAMETER_HOOKS:
         found.add_equal(

@@ -24,7 +24,6 @@ from ..journal import writing_inference_tensors
 from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
-from .assigned import Assigned
 from .doctor import Diagnosis, diagnose
 from .entry import Entry, Settings
 from .first_run import FirstRun
@@ -197,7 +196,7 @@ class GraphedCall:
                 raise VerifyError(
                     f"something has changed since the capture ({reason}): set it back, or call recapture()"
                 )
-        before = [Reached(self.function, *entry.signature.functions) for entry in self._entries]
+        before = [Reached(self.function, *entry.signature.functions, ran=()) for entry in self._entries]
         try:
             with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
                 outcomes = [entry.runner.verify(tolerance=tolerance, seed=seed) for entry in self._entries]
@@ -297,11 +296,11 @@ class GraphedCall:
         device, options = self.device_of(batch), self.settings.options
         first = FirstRun(self.function, signature, batch, device, options.generators, may_stay=may_stay)
         self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
-        before = Reached(self.function, *signature.functions)
+        before = Reached(self.function, *signature.functions, ran=())
         if self._pool is None:
             self._pool = GraphPool(device)
         with torch.inference_mode(False), torch.no_grad():
-            runner = self._runner(self._pool, signature, batch, first.assigned)
+            runner = self._runner(self._pool, signature, batch, first)
         try:
             if first.refusal is None:
                 runner.capture()
@@ -319,6 +318,7 @@ class GraphedCall:
             reads=first.reads | runner.storages_read(),
             ignored=first.changes,
             growing=first.grown | {holder for holder, _ in changed},
+            ran=first.ran.codes,
         )
         if first.changes and runner.graphs:
             level = logging.WARNING if self.settings.debug else logging.INFO
@@ -350,12 +350,14 @@ class GraphedCall:
             runner.give_up(f"CaptureError: {cause}")
 
     def _runner(
-        self, pool: GraphPool, signature: Signature, batch: Batch, assigned: Assigned | None
+        self, pool: GraphPool, signature: Signature, batch: Batch, first: FirstRun
     ) -> CudaGraphRunner:
         settings, function, examples = self.settings, self.function, Examples(signature, batch)
+        assigned = first.assigned
 
         def step(**inputs: torch.Tensor) -> Any:
-            result = signature.call(function, inputs)
+            with first.ran.noted():
+                result = signature.call(function, inputs)
             return assigned.with_result(result) if assigned else result
 
         is_full, limit = settings.mode is GraphMode.FULL, settings.ladder.limit
