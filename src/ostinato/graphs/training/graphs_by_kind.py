@@ -101,7 +101,7 @@ class GraphsByKind:
         self._refusal: str | None = None
         """Why no graph can serve, regardless of model and loss function."""
         self._baked: tuple[Any, ...] = ()
-        self._has_told = False
+        self._told: set[str] = set()
         self.eager_steps: Counter[Reason] = Counter()
 
     @property
@@ -157,9 +157,6 @@ class GraphsByKind:
         self._what_python_carries = self._what_python_carries or carries or trial.why_no_graph
         if self._ladder is None:
             self._ladder = Ladder([length])
-        if refusal is not None:
-            level = logging.WARNING if len(self.rungs) > 1 else logging.INFO
-            logger.log(level, "only lengths on the ladder are served from graphs: %s", refusal)
 
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> Any:
             is_rung = descriptor.num_tokens in self.rungs
@@ -225,6 +222,17 @@ class GraphsByKind:
         self._places.note()
         self._optimizer.note()
         self._baked = self._surroundings()
+        if any(graphs.runner.graphs for graphs in self.kinds):  # else there is one reason for all
+            self._values.name_assigned()
+            self._tell_of_padding()
+
+    def _tell_of_padding(self) -> None:
+        for graphs in self.kinds:
+            why = graphs.why_not_padded
+            if why is not None and why not in self._told:
+                self._told.add(why)
+                level = logging.WARNING if len(self.rungs) > 1 else logging.INFO
+                logger.log(level, "only lengths on the ladder are served from graphs: %s", why)
 
     def _capture_missing(self, is_accumulating: bool) -> None:
         self._note_state(is_accumulating)
@@ -282,12 +290,13 @@ class GraphsByKind:
     def _tell_of_surroundings(self) -> None:
         looks = zip(_BAKED, self._surroundings(), self._baked, strict=True)
         changed = [what for what, now, then in looks if now != then]
-        if changed and not self._has_told:
-            self._has_told = True
+        named = " and ".join(changed)
+        if changed and named not in self._told:
+            self._told.add(named)
             logger.warning(
                 "steps run eagerly while these differ from the capture: %s. Call "
                 "step.capture(inputs, targets) to capture again",
-                " and ".join(changed),
+                named,
             )
 
     def _surroundings(self) -> tuple[Any, ...]:

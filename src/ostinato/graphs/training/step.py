@@ -347,8 +347,9 @@ class TrainStep:
 def _tell_of_untrained(names: list[str]) -> None:
     if names:
         logger.warning(
-            "the optimizer lacks %d parameters of the model (%s ...): the step neither trains them nor "
-            "leaves gradients for another optimizer. Give all of them to one optimizer, or freeze them",
+            "the optimizer lacks %d parameters of the model (%s%s): the step neither trains them nor leaves "
+            "gradients for another optimizer. Give all of them to one optimizer, or freeze them",
             len(names),
             ", ".join(names[:3]),
+            " ..." if len(names) > 3 else "",
         )
