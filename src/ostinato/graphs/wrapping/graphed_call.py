@@ -27,7 +27,7 @@ from ..trees import map_tensors
 from .doctor import Diagnosis, diagnose
 from .entry import Entry, Settings
 from .first_run import FirstRun
-from .no_gradients import differentiated, refusing_backward
+from .no_gradients import Differentiated, refusing_backward
 from .reached import Reached
 from .signature import EmptyBatchError, Examples, Signature, is_opaque, refuse_overlap
 from .transforms import has_replaced_parameters, inside_transform, is_differentiated_by_torch
@@ -50,6 +50,7 @@ class GraphedCall:
         self.eager_steps: Counter[Reason] = Counter()
         self.attributes_changed = False
         """Whether an attribute was set through the wrapper since the capture."""
+        self._differentiated = Differentiated(function)
         self._pool = pool
         self._entries: list[Entry] = []
         self._shares_results = pool or self
@@ -64,7 +65,7 @@ class GraphedCall:
         decided, mode = decided_step_mode(), self.settings.mode
         if decided is not None and decided is not mode:
             return self.function(*args, **kwargs)
-        by = differentiated(self.function, args, kwargs)
+        by = self._differentiated.by(args, kwargs)
         transformed = inside_transform() or (bool(by) and is_differentiated_by_torch())
         if transformed or mode is GraphMode.NONE:
             reason = Reason.DISABLED if mode is GraphMode.NONE else Reason.TRANSFORMED
