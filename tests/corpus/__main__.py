@@ -23,7 +23,7 @@ TESTS = Path(__file__).parents[1]
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m corpus", description="Runs ordinary programs")
-    parser.add_argument("--only", nargs="*", default=[], help="names, parts of names, patterns or tags")
+    parser.add_argument("--only", nargs="*", default=[], help="names or parts of them, tags, files")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per program")
@@ -143,7 +143,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def chosen(one: Any, only: list[str]) -> bool:
-    return not only or any(w in one.name or w in one.tags or fnmatch.fnmatch(one.name, w) for w in only)
+    half = one.body.__module__.removeprefix("corpus.")
+    return not only or any(
+        w in one.name or w in one.tags or fnmatch.fnmatch(one.name, w) or half.startswith(w) for w in only
+    )
 
 
 def show(result: dict[str, Any]) -> None:

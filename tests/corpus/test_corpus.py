@@ -4,21 +4,59 @@
 
 import pytest
 
-from corpus.registry import all_programs, run_program
+from corpus.registry import Program, all_programs, run_program
 
 PROGRAMS = all_programs()
 
 QUICK = [
     "mlp, each result used at once",
+    "a callable object with state_dict of its own",
+    "an activation replaced after the capture",
+    "arguments of different batch sizes broadcast",
+    "cached property of a module",
+    "evaluation that returns a mean loss",
+    "feature flags in a module-level dictionary",
+    "inputs made in inference mode",
+    "numpy arrays as arguments",
+    "rnn that keeps its hidden state in an attribute",
+    "state in a buffer, calls from two threads in turns",
+    "weights loaded, pruned and frozen after the capture",
 ]
+
+DIFFERENT = {
+    "scheduler object that counts its steps": "what the function counts in Python stays as it is",
+    "counter of calls in forward": "what the function counts in Python stays as it is",
+    "global counter of calls": "what the function counts in Python stays as it is",
+    "hook on the wrapper itself": "hooks run at the capture only",
+    "timings measured in forward": "a number that forward leaves in an attribute is not left by replays",
+    "itertools.count and next in forward": "trial runs take from the iterator",
+    "graph attention with scatter_reduce and a softmax by node": "padding joins a group of real rows",
+    "default dtype switched to double": "torch's default type is not among what is noticed",
+    "one result returned twice": "one tensor returned twice comes back as two",
+    "a parameter returned beside the result": "the parameter comes back as another tensor object",
+}
+"""What replays do differently, and why."""
+
+ALARMS = {
+    "edges scattered to fixed nodes, edges are the batch",
+    "n-body: every particle is a row",
+    "clicks counted per item with index_add",
+    "per-tensor dynamic quantisation: the scale comes from the batch",
+    "exponential moving average in a buffer",
+    "branch on the number of rows",
+    "llama with a static cache",
+    "rnn that keeps its hidden state in a buffer, in place",
+    "sliding window cache rolled in place",
+}
+"""Programs that are right, of which `verify` says that rows mix, or which it runs with too few rows."""
 
 
 def check(name, device):
     result = run_program(PROGRAMS[name], str(device))
-    if result.overwritten_only:
-        pytest.xfail("keeps a result beyond the next call, which overwrites it")
+    if result.outcome in ("wrong", "crashed") and (name in DIFFERENT or result.overwritten_only):
+        pytest.xfail(DIFFERENT.get(name, "a later call overwrites an earlier result"))
     assert result.outcome not in ("wrong", "crashed"), [*result.differences, result.error]
-    assert result.alarms == []
+    assert result.alarms == [] or name in ALARMS
     if result.outcome in ("refused", "raised-by-name"):
         assert result.reasons or result.error, "a refusal has a reason"
 
@@ -36,29 +74,37 @@ def test_every_program_does_the_same_from_graphs(name, device):
 
 def test_a_difference_is_seen(device):
     """The corpus itself: it calls a wrong program wrong."""
-    from corpus.registry import Program
 
     def wrong(world):
-        model = [world.randn(3)]
-        world.watch(model)
-        yield model[0] * (2 if world.graphs else 3)
+        yield world.randn(3) * (2 if world.graphs else 3)
+
+    def changed(world):
+        state = {"weight": world.randn(3)}
+        world.watch(state)
+        state["weight"] = state["weight"] + world.graphs
 
     def held(world):
         kept = world.randn(3)
+        yield kept * 1
         yield kept
-        kept.add_(float(world.graphs))
+        world.shown[0].add_(float(world.graphs))
 
     def crashed(world):
         yield world.randn(3)
         if world.graphs:
             raise RuntimeError("only here")
 
+    def silent(world):
+        yield world.randn(3)
+        if not world.graphs:
+            raise RuntimeError("only eager")
+
     def right(world):
         yield world.randn(3)
         world.attempt(lambda: world.randn(3) @ world.randn(4))
 
-    outcomes = {
-        body: run_program(Program("own", (), body), str(device)).outcome for body in (wrong, held, crashed)
-    }
-    assert outcomes == {wrong: "wrong", held: "wrong", crashed: "crashed"}
-    assert run_program(Program("own", (), right), str(device)).outcome == "right"
+    def outcome(body):
+        return run_program(Program("own", (), body), str(device)).outcome
+
+    assert [outcome(body) for body in (wrong, changed, held, silent)] == ["wrong"] * 4
+    assert [outcome(body) for body in (crashed, right)] == ["crashed", "right"]

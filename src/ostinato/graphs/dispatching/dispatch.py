@@ -95,8 +95,7 @@ class Dispatcher:
         self.lowered = possible.explanation
         """What was lowered and why; None if nothing was."""
         self._capability = capability
-        self.pads = padding
-        """Whether a batch may run from the graph of a larger size."""
+        self._padding = padding
         self.live: list[GraphKey] = []
         """The graphs in use, cheapest first."""
         self._lost: dict[GraphKey, Reason] = {}
@@ -213,7 +212,7 @@ class Dispatcher:
         # Attention, which alone depends on the context, is outside of a piecewise graph.
         if mode is GraphMode.FULL and graph.context is not None and graph.context < shape.context:
             yield Reason.NO_GRAPH_FOR_CONTEXT
-        if not self.pads and graph.num_tokens != shape.num_tokens:
+        if not self._padding and graph.num_tokens != shape.num_tokens:
             yield Reason.PADDING_DISABLED
 
     def _cause(self, modes: list[GraphMode], shape: BatchShape) -> Reason:
