@@ -281,19 +281,40 @@ def test_the_examples_of_the_first_call_are_not_kept_alive_or_changed(device):
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("later", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_it_works_under_every_gradient_mode_and_leaves_no_history(device, first, later):
-    f = graphed(mlp(device), ladder=[2, 4])
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_it_works_under_every_gradient_mode_and_leaves_no_history(device, first, later, is_frozen):
+    f = graphed(mlp(device).requires_grad_(not is_frozen), ladder=[2, 4])
     x = randn(3, WIDTH, device=device)
     with torch.no_grad():
         wanted = f.unwrap()(padded(x, 4))[:3]
     for context in (first, later):
         with context():
             out = f(x)
-            assert not out.requires_grad
             assert same(out, wanted)
-            eager = f(randn(5, WIDTH, device=device))
-            assert not eager.requires_grad
+            for result in (out, f(randn(5, WIDTH, device=device))):
+                # As without graphs; but backward raises.
+                assert result.requires_grad == (torch.is_grad_enabled() and not is_frozen)
     assert f.report().replays == 2
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "add"])
+def test_a_backbone_in_eval_mode_that_would_be_trained_is_refused_and_gets_no_silent_none(device, change):
+    model, head = mlp(device).requires_grad_(False), torch.nn.Linear(WIDTH, 2).to(device)
+    f, x = graphed(model, ladder=[4]), randn(3, WIDTH, device=device)
+    head(f(x)).sum().backward()  # a linear probe
+    assert head.weight.grad is not None
+    if change == "unfreeze":
+        model[2].requires_grad_(True)
+    else:
+        model.append(torch.nn.Linear(WIDTH, WIDTH).to(device))
+        f.recapture()
+    with pytest.raises(
+        ConfigError, match=r"carry no gradients.*make_graphed_callables.*requires_grad_\(False\)"
+    ):
+        head(f(x)).sum().backward()
+    with torch.no_grad():
+        features = f(x)
+    head(features).sum().backward()
 
 
 def test_an_input_that_requires_gradients_is_served_too(device):

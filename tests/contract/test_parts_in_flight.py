@@ -440,6 +440,23 @@ class Recurrent(nn.Module):
         return {"last": last, "positions": (h @ table).view(-1, WIDTH), "logits": self.out(h)}
 
 
+def test_the_state_of_an_rnn_may_be_an_argument(device):
+    torch.manual_seed(0)
+    module = nn.LSTM(WIDTH, WIDTH, batch_first=True).to(device)
+    ours, x = copy.deepcopy(module), randn(4, 3, WIDTH, device=device)
+    state = tuple(randn(1, 4, WIDTH, device=device, seed=i) for i in range(2))
+    make_graphed_callables(ours, (x, state))
+    results = []
+    for part in (ours, module):
+        now = state
+        for seed in range(3):
+            y, now = part(randn(4, 3, WIDTH, device=device, seed=seed), tuple(s.detach() for s in now))
+            y.square().mean().backward()
+        results.append([y, *now, *gradients([part])])
+    assert_close(*results, device)
+    assert ours.forward.replays == 3
+
+
 def test_results_with_rows_in_other_places_and_arguments_without_rows(device):
     """The last state of an RNN [layers, rows, D], all positions [rows * length, D], a table [D, D]."""
     module = Recurrent().to(device)
@@ -465,6 +482,10 @@ def test_refusals_say_what_to_do(device):
         make_graphed_callables((module, module), ((x,), (x,)))
     with pytest.raises(ConfigError, match="in_flight must be at least 1"):
         make_graphed_callables(module, (x,), in_flight=0)
+    with pytest.raises(CaptureError, match="sparse=False"):
+        make_graphed_callables(
+            nn.Embedding(9, 2, sparse=True, device=device), (torch.arange(4, device=device),)
+        )
     module.extra = nn.Linear(2, 2).to(device)
     with pytest.raises(CaptureError, match=r"does not use extra\.weight, extra\.bias.*allow_unused_input"):
         make_graphed_callables(module, (x,))

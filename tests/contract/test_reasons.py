@@ -93,11 +93,26 @@ WRONG = {
     "momentum": (lambda: norm(None), x, "BatchNorm1d(momentum=None)", "give it a momentum"),
     "mask": (lambda: masked(None), sequences, "nn.Transformer with a mask", "is_causal=True"),
     "padding": (left_out, padded, "TransformerEncoder(src_key_padding_mask=)", "enable_nested_tensor=False"),
-    "categorical": (lambda: lambda a: Categorical(logits=a).probs, x, "Categorical", "validate_args=False"),
-    "normal": (lambda: lambda a: Normal(a, a.exp()).mean, x, "Normal", "validate_args=False"),
-    "beta": (lambda: lambda a: Beta(a.exp(), a.exp()).mean, x, "Beta", "validate_args=False"),
+    "categorical": (
+        lambda: lambda a: Categorical(logits=a, validate_args=True).probs,
+        x,
+        "Categorical",
+        "validate_args=False",
+    ),
+    "normal": (
+        lambda: lambda a: Normal(a, a.exp(), validate_args=True).mean,
+        x,
+        "Normal",
+        "validate_args=False",
+    ),
+    "beta": (
+        lambda: lambda a: Beta(a.exp(), a.exp(), validate_args=True).mean,
+        x,
+        "Beta",
+        "validate_args=False",
+    ),
     "log_prob": (
-        *(lambda: lambda a: Normal(a, a.exp(), validate_args=None).log_prob(a), x),
+        *(lambda: lambda a: Normal(a, a.exp(), validate_args=True).log_prob(a), x),
         *("Normal", "validate_args=False"),
     ),
     "number": (
@@ -216,6 +231,15 @@ def test_a_step_made_for_one_size_is_told_so_with_its_line(device, warnings):
     [told] = warnings()
     assert f"{HERE}:{step.__code__.co_firstlineno + 1} in step" in told
     assert "must be an argument" in told
+
+
+def test_where_only_libraries_run_the_call_itself_is_the_users_line(device, warnings):
+    layers = nn.Sequential(nn.Flatten(0), nn.Linear(3 * WIDTH, 2)).to(device)
+    f = graphed(layers, ladder=LADDER)
+    f(randn(3, WIDTH, device=device))  # this line
+    [told] = warnings()
+    assert "# this line" in told
+    assert "linear.py" in told
 
 
 def test_a_library_is_named_beside_the_users_line(device, warnings):

@@ -74,12 +74,13 @@ def frames_now(frame: FrameType | None = None) -> Frames:
 
 
 def frames_of(error: TracebackType | None) -> Frames:
-    """The frames that an exception came through."""
+    """The frames that an exception came through, and those that still wait for the one that caught it."""
+    waiting = frames_now(error.tb_frame.f_back) if error is not None and error.tb_frame.f_back else []
     frames = []
     while error is not None:
         frames.append((error.tb_frame, error.tb_lineno))
         error = error.tb_next
-    return frames[::-1]
+    return frames[::-1] + waiting
 
 
 def below_user(frames: Frames) -> Frames:
@@ -92,9 +93,9 @@ def blamed(frames: Frames) -> Blame:
     below = below_user(frames)
     shown = [each for each in below if not _is_machinery(*each)]
     if len(below) < len(frames):
-        return Blame(_line(*frames[len(below)]), _line(*shown[0]) if shown else None)
+        return Blame(frame_line(*frames[len(below)]), frame_line(*shown[0]) if shown else None)
     files = [each for each in shown if not each[0].f_code.co_filename.startswith(_TORCH)]
-    return Blame(_line(*files[0]) if files else None)
+    return Blame(frame_line(*files[0]) if files else None)
 
 
 def calling_line() -> str | None:
@@ -113,7 +114,8 @@ def _is_machinery(frame: FrameType, _line: int) -> bool:
     return file.startswith(_MACHINERY) or (_is_hidden(file, module) and not file.startswith(_TORCH))
 
 
-def _line(frame: FrameType, number: int) -> str:
+def frame_line(frame: FrameType, number: int) -> str:
+    """A line of a frame's code, as ``file:line in function: source``."""
     code = frame.f_code
     source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
     return f"{code.co_filename}:{number} in {code.co_name}" + (f": {source}" if source else "")

@@ -1,7 +1,6 @@
 """The graphs of a step: captured within a budget, agreed on between ranks, dropped, recorded again."""
 
 import logging
-import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -29,7 +28,7 @@ from .errors import CaptureError, ConfigError, OstinatoError
 from .forbidden import Forbidden
 from .inputs.buffers import Batch, InputBuffers
 from .options import CaptureOptions
-from .report import describe
+from .report import describe, without_numbers
 from .trimming import Trimmer
 
 logger = logging.getLogger("ostinato.graphs")
@@ -270,7 +269,7 @@ class GraphSet:
         finally:
             causes: dict[tuple[GraphMode, Reason, str], list[GraphKey]] = {}
             for key, reason in self._untold:
-                causes.setdefault((key.mode, reason, _without_numbers(self.failures[key])), []).append(key)
+                causes.setdefault((key.mode, reason, without_numbers(self.failures[key])), []).append(key)
             self._untold.clear()
             for (mode, reason, cause), keys in causes.items():
                 if reason is Reason.CAPTURE_FAILED and (mode, cause) in self.pool.causes_told:
@@ -352,10 +351,12 @@ class GraphSet:
         works = self._recorder.take_works()
         descriptors = [key.descriptor for key in self.graphs]
         decode_only = all(descriptor.query_len == 1 for descriptor in descriptors)
-        if descriptors and self.outputs.in_doubt(tokens_are_requests=decode_only):
+        is_cut = self.dispatcher.pads  # else every batch has the size of its graph
+        if is_cut and descriptors and self.outputs.in_doubt(tokens_are_requests=decode_only):
             self._probe_outputs(max(descriptors))
         try:
-            self.outputs.check()
+            if is_cut:
+                self.outputs.check()
             if new and not self._rows_are_independent and self._dummy is not None:
                 refuse_dependence_on_the_batch(self, self._dummy, works)
         except CaptureError as error:
@@ -433,11 +434,6 @@ def _told(error: Exception, key: GraphKey) -> str:
         f"{told} (at {blame}). A step must run at every capture size, here {key.descriptor}: a tensor that "
         f"has one row for each of the batch must be an argument, or be made from one inside the step"
     )
-
-
-def _without_numbers(cause: str) -> str:
-    """What causes of different sizes have in common."""
-    return re.sub(r"\d+(, \d+)*", "#", cause)
 
 
 def _count(graph: CapturedGraph) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """What the graphs are and what they did, as a table for people and as JSON for programs."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -184,3 +185,8 @@ class Report:
 
 def _mib(nbytes: int | None) -> str:
     return "?" if nbytes is None else f"{nbytes / 2**20:,.1f}"
+
+
+def without_numbers(cause: str) -> str:
+    """What the cause of a failure has in common with that of another capture size."""
+    return re.sub(r"\d+(, \d+)*", "#", cause)

@@ -43,6 +43,9 @@ class ServerConfig:
     """Key that clients must send as a bearer token; without any key the API is open to everyone."""
     admin_key: str | None = None
     """Key for the admin endpoints; without one they can be reached from loopback addresses only."""
+    share_prefixes: bool = False
+    """Let requests with different API keys share cached prefixes, which shows in times and `cached_tokens`
+    that somebody else has asked the same."""
     open_admin: bool = False
     """Allow everyone who may use the API to call the admin endpoints, from any address; for example a trainer
     on another machine that has no admin key."""

@@ -1,5 +1,6 @@
 """What in a step a capture would forbid: all of it, from one run that a recording would break off at once."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from ..blame import Blame, frames_now
+from ..blame import Blame, frame_line, frames_now, is_users
 from ..capture_queries import answering_capture_queries
 from ..capturing.segments import eager_calls_by
 from ..dispatch_mode import WatchingMode
@@ -25,9 +26,23 @@ from ..known_calls import explained
 from ..memory import is_foreign, is_plain, tensors_of
 from ..replaced import replaced
 
-_WAITING: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
-"""Where there is a function or method `synchronize`."""
 _WAIT = "makes the CPU wait for the device: leave it out, or wait after the replay"
+_QUERY = "asks how far the device is, which no capture answers: ask after the replay"
+_OF_STREAMS: tuple[tuple[Any, str, str], ...] = (
+    (torch.cuda, "synchronize", _WAIT),
+    (torch.accelerator, "synchronize", _WAIT),
+    (torch.cuda.Stream, "synchronize", _WAIT),
+    (torch.cuda.Event, "synchronize", _WAIT),
+    (torch.cuda.Stream, "query", _QUERY),
+    (torch.cuda.Event, "query", _QUERY),
+    (torch.cuda.Event, "elapsed_time", _QUERY),
+)
+
+
+_FACTORIES = {
+    *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand),
+    *(torch.randint, torch.randn, torch.randperm, torch.zeros),
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,8 @@ class Obstacle:
     """How often that happened in one run of the step."""
     inside: str | None = None
     """The line of a library, called from the user's, that did it."""
+    is_refused: bool = True
+    """Whether a capture refuses it. If not, a replay would repeat, without a word, what the capture saw."""
 
     def __str__(self) -> str:
         often = f" ({self.times} times)" if self.times > 1 else ""
@@ -87,8 +104,10 @@ class ObstacleWatch:
         """`piecewise`: functions marked `@eager_boundary` may do anything."""
         self.operations = 0
         """ATen calls seen."""
+        self.made_on_host: dict[str, str] = {}
+        """Lines of the user's that make a tensor without a device, and with what function."""
         self._piecewise = piecewise
-        self._times: dict[tuple[Blame, Forbidden], int] = {}
+        self._times: dict[tuple[Blame, Forbidden, bool], int] = {}
         self._passing = 0
         self._open = ExitStack()
 
@@ -97,7 +116,8 @@ class ObstacleWatch:
         """What was found, in the order in which it was met."""
         found = self._times.items()
         return tuple(
-            Obstacle(blame.line, call.what, call.why, times, blame.inside) for (blame, call), times in found
+            Obstacle(blame.line, call.what, call.why, times, blame.inside, is_refused)
+            for (blame, call, is_refused), times in found
         )
 
     def __str__(self) -> str:
@@ -105,13 +125,14 @@ class ObstacleWatch:
         found = [f"{counted(len(self.obstacles), 'obstacle')} in {operations}"]
         return "\n".join([*found, *map(str, self.obstacles)])
 
-    def note(self, found: Forbidden | None, blame: Blame | None = None) -> None:
+    def note(self, found: Forbidden | None, blame: Blame | None = None, *, is_refused: bool = True) -> None:
         """Add to the list, unless this is inside something that is on it, or need not be."""
         if found is None or self._passing:
             return
         if blame is None:
             found, blame = explained(found, frames_now())
-        self._times[blame, found] = self._times.get((blame, found), 0) + 1
+        key = blame, found, is_refused
+        self._times[key] = self._times.get(key, 0) + 1
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -170,6 +191,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _FACTORIES:
+            self._note_maker(func, kwargs)
         if func not in WATCHED_FUNCTIONS:
             return func(*args, **kwargs)
         found = forbidden_function(func, args, kwargs)
@@ -179,6 +202,12 @@ class _Functions(TorchFunctionMode):
         self._watch.note(found)
         with self._watch.passing():
             return func(*args, **kwargs)
+
+    def _note_maker(self, func: Any, kwargs: dict[str, Any]) -> None:
+        caller = sys._getframe(2)
+        has_device = kwargs.get("device") is not None or torch.get_default_device().type != "cpu"
+        if not has_device and is_users(caller):
+            self._watch.made_on_host[frame_line(caller, caller.f_lineno)] = f"torch.{func.__name__}"
 
 
 class _Boundaries:
@@ -196,21 +225,24 @@ class _Boundaries:
 
 @contextmanager
 def _noting_waits(watch: ObstacleWatch) -> Iterator[None]:
-    """Note when this thread waits for a device, a stream or an event."""
+    """Note when this thread waits for a device, a stream or an event, or asks for its progress."""
     thread = threading.get_ident()
 
-    def noting(name: str, original: Any) -> Any:
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                watch.note(Forbidden(f"{name}.synchronize", _WAIT))
-            return original(*args, **kwargs)
+    def noting(owner: Any, name: str, why: str) -> Any:
+        original = getattr(owner, name)
 
-        return wait
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            watch.note(Forbidden(f"{owner.__name__}.{name}", why))
+            with watch.passing():
+                return original(*args, **kwargs)
+
+        return call
 
     with ExitStack() as all_replaced:
-        for owner in _WAITING:
-            wait = noting(owner.__name__, owner.synchronize)
-            all_replaced.enter_context(replaced(owner, "synchronize", wait))
+        for owner, name, why in _OF_STREAMS:
+            all_replaced.enter_context(replaced(owner, name, noting(owner, name, why)))
         yield
 
 

@@ -95,7 +95,8 @@ class Dispatcher:
         self.lowered = possible.explanation
         """What was lowered and why; None if nothing was."""
         self._capability = capability
-        self._padding = padding
+        self.pads = padding
+        """Whether a batch may run from the graph of a larger size."""
         self.live: list[GraphKey] = []
         """The graphs in use, cheapest first."""
         self._lost: dict[GraphKey, Reason] = {}
@@ -212,7 +213,7 @@ class Dispatcher:
         # Attention, which alone depends on the context, is outside of a piecewise graph.
         if mode is GraphMode.FULL and graph.context is not None and graph.context < shape.context:
             yield Reason.NO_GRAPH_FOR_CONTEXT
-        if not self._padding and graph.num_tokens != shape.num_tokens:
+        if not self.pads and graph.num_tokens != shape.num_tokens:
             yield Reason.PADDING_DISABLED
 
     def _cause(self, modes: list[GraphMode], shape: BatchShape) -> Reason:

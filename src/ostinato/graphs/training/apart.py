@@ -7,6 +7,10 @@ and those of real positions alone, which are the same numbers: loss and gradient
 rounding, unless padding counts. The outputs are moved to each other's places, so that they differ from a
 reference's outputs there; each is one that the model did produce, and valid for the loss function.
 
+Note [Results that are zero at first]
+A count of hits, or an accuracy, is zero before anything is learnt, and zero with padding as well as without.
+So where the targets are classes, the loss function is also given those that the model predicts.
+
 Note [Memory of trials]
 A language model's outputs are often most of what a step holds. A trial keeps as little of them as possible,
 because a step that fits without graphs must also fit while it is tried: no autograd graph is kept longer than
@@ -41,9 +45,12 @@ class ModelAndLoss:
         padded: Mapping[str, torch.Tensor],
         alone: Mapping[str, torch.Tensor],
         lengths: tuple[int, int],
+        *,
+        has_results: bool,
     ) -> None:
-        """`lengths`: the padded one, and that of real positions."""
-        self._loss, self._lengths = loss, lengths
+        """`lengths`: the padded one, and that of real positions. `has_results`: the loss function returns
+        more than the loss."""
+        self._loss, self._lengths, self._has_results = loss, lengths, has_results
         types = loss.types()
         self._of_models = max(_OF_MODELS.get(dtype, _OF_MODELS_WITH_FEWER_BITS) for dtype in types)
         self._of_losses = max(_OF_LOSSES.get(dtype, _OF_LOSSES_WITH_FEWER_BITS) for dtype in types)
@@ -63,15 +70,57 @@ class ModelAndLoss:
             again = self._loss_of(structure.filled(mixed), self._padded)
             one = _seen(self._loss, structure.filled, mixed, self._padded)
             other = _seen(self._loss, structure.filled, short, self._alone)
-        except Exception:  # its arguments may not fit what the model has stored elsewhere
-            return None
-        if not torch.equal(one.loss, again):  # it draws random numbers
-            return None
+        except Exception as error:  # its arguments may not fit what the model has stored elsewhere
+            return self._cannot_try(f"it fails alone with {type(error).__name__}")
+        if not torch.equal(one.loss, again):
+            return self._cannot_try("it draws random numbers")
         if difference(one.loss, other.loss, floor=_NOTHING * 10 / self._of_losses) > self._of_losses:
             return f"the loss function alone gives {other.loss:.8g} without padding, {one.loss:.8g} with it"
         if not all(map(self._is_same_gradient, one.gradients, other.gradients)):
             return "gradients of the loss function alone depend on padding"
-        return None
+        return self._why_results_differ(structure, mixed, short, one, other)
+
+    def _cannot_try(self, why: str) -> str | None:
+        return (
+            f"what the loss function returns besides could not be tried: {why}" if self._has_results else None
+        )
+
+    def _why_results_differ(
+        self, structure: Structure, mixed: list[Any], short: list[Any], one: "_Seen", other: "_Seen"
+    ) -> str | None:
+        """See Note [Results that are zero at first]."""
+        if not self._has_results:
+            return None
+        differs, silent = self._compared(one, other)
+        if differs or not silent:
+            return differs
+        padded, alone = (
+            _seen(self._loss, structure.filled, leaves, given._replace(targets=_hit(leaves, given.targets)))
+            for leaves, given in ((mixed, self._padded), (short, self._alone))
+        )
+        differs, still_silent = self._compared(padded, alone)
+        for name in silent & still_silent:
+            return f"{name} is zero with the first batch, so padding could not be tried"
+        return differs
+
+    def _compared(self, one: "_Seen", other: "_Seen") -> tuple[str | None, set[str]]:
+        """Which result differs with padding, and the names of numbers that are zero in any case."""
+        silent = set()
+        for (name, padded), (_, alone) in zip(one.results, other.results, strict=True):
+            if not isinstance(padded, torch.Tensor):
+                continue
+            real = self._first(padded)
+            if real is padded and not padded.any():
+                silent.add(name)
+            if difference(real, alone, floor=_NOTHING * 10 / self._of_losses) > self._of_losses:
+                shown = (
+                    f"{alone:.6g} without padding, {padded:.6g} with it" if padded.dim() == 0 else "others"
+                )
+                return (
+                    f"{name}, which the loss function returns, has other values with padding ({shown})",
+                    silent,
+                )
+        return None, silent
 
     def _said_of(self, given: "_Given") -> tuple[list[Any], Structure]:
         with torch.enable_grad():  # for models that differentiate
@@ -81,7 +130,7 @@ class ModelAndLoss:
     def _loss_of(self, outputs: Any, given: "_Given") -> torch.Tensor:
         copied = map_tensors(torch.Tensor.clone, outputs)  # since it may be changed in place
         with torch.enable_grad():
-            return self._loss.of_outputs(copied, given.targets, given.mask).detach()
+            return self._loss.of_outputs(copied, given.targets, given.mask).loss.detach()
 
     def _first(self, leaf: Any) -> Any:
         """Real positions only."""
@@ -122,6 +171,7 @@ class _Given(NamedTuple):
 class _Seen(NamedTuple):
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
+    results: list[tuple[str, Any]]
 
 
 def _seen(loss: Loss, filled: Callable[[list[Any]], Any], leaves: list[Any], given: _Given) -> _Seen:
@@ -137,9 +187,28 @@ def _seen(loss: Loss, filled: Callable[[list[Any]], Any], leaves: list[Any], giv
         return wanted[-1].clone()  # since it may be changed in place
 
     with torch.enable_grad():
-        value = loss.of_outputs(filled([*map(own, leaves)]), given.targets, given.mask)
-        gradients = torch.autograd.grad(value, wanted, allow_unused=True)
-    return _Seen(value.detach(), list(gradients))
+        returned = loss.of_outputs(filled([*map(own, leaves)]), given.targets, given.mask)
+        gradients = torch.autograd.grad(returned.loss, wanted, allow_unused=True)
+    results = [(name, _detached(leaf)) for name, leaf in returned.results]
+    return _Seen(returned.loss.detach(), list(gradients), results)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _hit(leaves: list[Any], targets: Any) -> Any:
+    """The targets, where they are classes, replaced by those that the outputs predict."""
+
+    def predicted(target: torch.Tensor) -> torch.Tensor:
+        for leaf in leaves:
+            fits = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() > target.dim()
+            if fits and not target.is_floating_point() and leaf.shape[: target.dim()] == target.shape:
+                classes = leaf.flatten(target.dim()).argmax(-1)
+                return torch.where(target < 0, target, classes.to(target.dtype))
+        return target
+
+    return map_tensors(predicted, targets)
 
 
 def _close(one: Any, other: Any, tolerance: float) -> bool:

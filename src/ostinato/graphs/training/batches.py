@@ -111,6 +111,10 @@ class BatchKind:
         tree = self._structure.filled([known[name] for name in self._names])
         return tree["inputs"], tree["targets"]
 
+    def length_of(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """The length of these tensors, padding included."""
+        return int(tensors[self._first].size(LENGTH_DIM))
+
     def mask(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Which positions are real, [batch, length]; None if it is not needed."""
         if not self._with_length:

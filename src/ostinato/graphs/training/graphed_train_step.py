@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..options import CaptureOptions
 from .loss import Loss
 from .step import Schedule, TrainStep
+from .wrapped import refuse_what_is_spread, unwrapped
 
 
 def graphed_train_step(
@@ -68,10 +69,12 @@ def graphed_train_step(
         raise ConfigError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
     if not callable(loss_fn):
         raise ConfigError(f"loss_fn must be a function of outputs and targets, not {loss_fn!r}")
-    loss = Loss(model, loss_fn, autocast, compiled=compile)
+    refuse_what_is_spread([part for part in (model, loss_fn) if isinstance(part, torch.nn.Module)])
+    inside = unwrapped(optimizer, scaler, accumulate)
+    loss, scaler = Loss(model, loss_fn, autocast, compiled=compile), inside.scaler
     return TrainStep(
         loss,
-        optimizer,
+        inside.optimizer,
         None if ladder is None else Ladder.of(ladder),
         accumulate=accumulate,
         clip_norm=clip_norm,

@@ -13,7 +13,7 @@ from ..capturing import python_draws
 from ..capturing.compiled import make_room
 from ..capturing.pool import GraphPool
 from ..checking.addresses import moved_error
-from ..dispatching.descriptor import BatchDescriptor
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.dispatch import Dispatcher, Reason
 from ..dispatching.keys import GraphKey
 from ..dispatching.ladder import Ladder
@@ -23,8 +23,10 @@ from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
+from ..trees import flatten
+from ..trimming import Trimmer
 from . import other_optimizers
-from .batches import BatchKind
+from .batches import LENGTH_DIM, BatchKind
 from .checkpointing import draws_are_kept
 from .gradients import Gradients
 from .loss import Loss
@@ -48,11 +50,23 @@ class KindGraphs:
     kind: BatchKind
     runner: CudaGraphRunner
     why_not_padded: str | None
+    results: Trimmer
 
     @property
     def is_padded(self) -> bool:
         """Whether shorter batches are padded to a rung."""
         return self.why_not_padded is None
+
+    def cut(self, result: Any, shape: BatchShape) -> Any:
+        """What a padded step returned, without padding."""
+        leaves, structure = flatten(result)
+        if not self.is_padded or len(leaves) == 1:
+            return result
+        cut = [
+            self.results.trim(i, leaf, shape) if isinstance(leaf, torch.Tensor) else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        return structure.filled(cut)
 
 
 class GraphsByKind:
@@ -87,7 +101,7 @@ class GraphsByKind:
         self._refusal: str | None = None
         """Why no graph can serve, regardless of model and loss function."""
         self._baked: tuple[Any, ...] = ()
-        self._has_told = False
+        self._told: set[str] = set()
         self.eager_steps: Counter[Reason] = Counter()
 
     @property
@@ -140,14 +154,11 @@ class GraphsByKind:
         self._written.append(trial.written)
         batch, length = kind.matched(inputs, targets)
         carries = self._values.why_no_graph(lambda: trial.journal_of(kind, batch))
-        self._what_python_carries = self._what_python_carries or carries
+        self._what_python_carries = self._what_python_carries or carries or trial.why_no_graph
         if self._ladder is None:
             self._ladder = Ladder([length])
-        if refusal is not None:
-            level = logging.WARNING if len(self.rungs) > 1 else logging.INFO
-            logger.log(level, "only lengths on the ladder are served from graphs: %s", refusal)
 
-        def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> torch.Tensor:
+        def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> Any:
             is_rung = descriptor.num_tokens in self.rungs
             self._refuse_what_no_graph_keeps(kind)
             with python_draws.refused_in_graphs(), self._without_other_optimizers():
@@ -169,9 +180,10 @@ class GraphsByKind:
             state=self._state,
             dummy=kind.dummy,
             warmups_give_back=True,
+            output_dim=LENGTH_DIM,
         )
         runner.eager_steps = self.eager_steps
-        return KindGraphs(kind, runner, refusal)
+        return KindGraphs(kind, runner, refusal, trial.results)
 
     def _refuse_what_no_graph_keeps(self, kind: BatchKind) -> None:
         if not self._gradients.is_trial:
@@ -210,6 +222,17 @@ class GraphsByKind:
         self._places.note()
         self._optimizer.note()
         self._baked = self._surroundings()
+        if any(graphs.runner.graphs for graphs in self.kinds):  # else there is one reason for all
+            self._values.name_assigned()
+            self._tell_of_padding()
+
+    def _tell_of_padding(self) -> None:
+        for graphs in self.kinds:
+            why = graphs.why_not_padded
+            if why is not None and why not in self._told:
+                self._told.add(why)
+                level = logging.WARNING if len(self.rungs) > 1 else logging.INFO
+                logger.log(level, "only lengths on the ladder are served from graphs: %s", why)
 
     def _capture_missing(self, is_accumulating: bool) -> None:
         self._note_state(is_accumulating)
@@ -267,12 +290,13 @@ class GraphsByKind:
     def _tell_of_surroundings(self) -> None:
         looks = zip(_BAKED, self._surroundings(), self._baked, strict=True)
         changed = [what for what, now, then in looks if now != then]
-        if changed and not self._has_told:
-            self._has_told = True
+        named = " and ".join(changed)
+        if changed and named not in self._told:
+            self._told.add(named)
             logger.warning(
                 "steps run eagerly while these differ from the capture: %s. Call "
                 "step.capture(inputs, targets) to capture again",
-                " and ".join(changed),
+                named,
             )
 
     def _surroundings(self) -> tuple[Any, ...]:

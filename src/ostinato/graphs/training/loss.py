@@ -3,16 +3,54 @@
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
+from ..trees import flatten, flatten_with_names
 from .batches import LENGTH_DIM
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a loss function returned, perhaps more than the loss."""
+
+    loss: torch.Tensor
+    """A number."""
+    whole: Any
+    """As it was returned."""
+
+    @property
+    def results(self) -> list[tuple[str, Any]]:
+        """Everything besides the loss, with names."""
+        if isinstance(self.whole, torch.Tensor):
+            return []
+        own = _loss_in(self.whole)
+        return [(name, leaf) for _, name, leaf in flatten_with_names(self.whole)[0] if leaf is not own]
+
+    def handed_out(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The same structure with the loss detached and every other tensor detached and changed."""
+        if isinstance(self.whole, torch.Tensor):
+            return self.loss.detach()
+        own = _loss_in(self.whole)
+        leaves, structure = flatten(self.whole)
+        return structure.filled([self._handed_out(leaf, own, change) for leaf in leaves])
+
+    def _handed_out(
+        self, leaf: Any, own: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Any:
+        if leaf is own:
+            return self.loss.detach()
+        return change(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf
 
 
 class Loss:
     """`loss(inputs, targets, mask)` is a number. The mask, [batch, length], is None if nothing is padded.
+
+    A loss function may return more than the loss: a tuple or list that begins with it, or a mapping or
+    dataclass with an entry `loss`.
 
     A loss function with a parameter `mask` is given it. If it returns a loss for every position, [batch,
     length], their mean over real positions is taken. Otherwise it returns a number, and must leave out
@@ -42,14 +80,22 @@ class Loss:
         self._compute = torch.compile(self._value, dynamic=False) if compiled else self._value
 
     def __call__(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        return self._compute(inputs, targets, mask)
+        return self.returned(inputs, targets, mask).loss
 
-    def _value(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        return self.of_outputs(self.outputs(inputs), targets, mask)
+    def returned(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> Returned:
+        """The loss, and whatever the loss function returns besides."""
+        return Returned(*self._compute(inputs, targets, mask))
 
-    def of_outputs(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        """The loss of the model's outputs."""
-        loss = self.raw(outputs, targets, mask)
+    def _value(self, inputs: Any, targets: Any, mask: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        whole = self._called(self.outputs(inputs), targets, mask)
+        return self._mean(_loss_in(whole), mask), whole
+
+    def of_outputs(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> Returned:
+        """The same of the model's outputs."""
+        whole = self._called(outputs, targets, mask)
+        return Returned(self._mean(_loss_in(whole), mask), whole)
+
+    def _mean(self, loss: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if loss.dim() == 0:
             return loss
         if mask is None:
@@ -82,17 +128,15 @@ class Loss:
                 return self.model(**inputs)
             return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
 
-    def raw(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        """What the loss function returns."""
+    def raw(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> Returned:
+        """What the loss function returns, with the loss as it is there."""
+        whole = self._called(outputs, targets, mask)
+        return Returned(_loss_in(whole), whole)
+
+    def _called(self, outputs: Any, targets: Any, mask: torch.Tensor | None) -> Any:
         with self._casting():
             more = {"mask": mask} if self.takes_mask else {}
-            loss: torch.Tensor = self.loss_fn(outputs, targets, **more)
-        if not isinstance(loss, torch.Tensor):
-            raise ConfigError(
-                f"the loss function returned a {type(loss).__name__}, not a tensor: return only the loss, "
-                f"and copy the rest into existing tensors"
-            )
-        return loss
+            return self.loss_fn(outputs, targets, **more)
 
     def _casting(self) -> AbstractContextManager[Any]:
         kind = self.device.type
@@ -100,6 +144,24 @@ class Loss:
         return torch.autocast(
             kind, dtype=self._autocast, enabled=self._autocast is not None, cache_enabled=True
         )
+
+
+def _loss_in(whole: Any) -> torch.Tensor:
+    """The loss in what a loss function returned."""
+    if isinstance(whole, torch.Tensor):
+        return whole
+    if isinstance(whole, Mapping):
+        loss = whole.get("loss")
+    elif isinstance(whole, tuple | list):
+        loss = whole[0] if whole else None
+    else:
+        loss = getattr(whole, "loss", None) if hasattr(type(whole), "__dataclass_fields__") else None
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"the loss function returned a {type(whole).__name__} without a loss that is a tensor: return "
+            f"the loss, or a tuple that begins with it, or a dictionary or dataclass with an entry 'loss'"
+        )
+    return loss
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 import torch
 
 from ..backends import Backend
+from ..capturing.gate import is_recording
+from ..memory import storage_address
 from .batches import BatchKind
 from .gradients import Gradients
-from .loss import Loss
+from .loss import Loss, Returned
 from .optimizers import StaticOptimizer
 from .update import Update
 
@@ -39,11 +42,12 @@ class MicroBatch:
 
     def __call__(
         self, kind: BatchKind, tensors: Mapping[str, torch.Tensor], does: Kind, *, is_rung: bool
-    ) -> torch.Tensor:
-        """The loss. `is_rung`: other lengths are not worth compiling."""
+    ) -> Any:
+        """What the loss function returns. `is_rung`: other lengths are not worth compiling."""
         loss_of = self._loss if is_rung else self._plain
         with torch.enable_grad():
-            loss = loss_of(*kind.arguments(tensors), kind.mask(tensors))
+            returned = loss_of.returned(*kind.arguments(tensors), kind.mask(tensors))
+            loss, result = returned.loss, self._handed_out(returned, tensors)
             share = loss / self._accumulate if self._accumulate > 1 else loss
             self._gradients.backward(self._update.scaled(share))
         if does is Kind.UPDATE:
@@ -55,7 +59,20 @@ class MicroBatch:
             self._update.judge()
         if self._gradients.is_trial:
             self._gradients.forget_passing()
-        return loss.detach()
+        return result
+
+    def _handed_out(self, returned: Returned, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """A result that is a parameter, a buffer or an argument is as the loss function found it, whatever an
+        update or the next batch makes of it."""
+        if isinstance(returned.whole, torch.Tensor):
+            return returned.loss.detach()
+        modules = self._loss.modules
+        lasting = [t for m in modules for t in (*m.parameters(), *m.buffers())] + [*tensors.values()]
+        addresses = set(map(storage_address, lasting))
+        is_own = is_recording()  # and copied by whoever hands it out
+        return returned.handed_out(
+            lambda t: t if is_own and storage_address(t) not in addresses else t.clone()
+        )
 
     @property
     def kinds(self) -> list[Kind]:

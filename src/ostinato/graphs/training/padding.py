@@ -22,16 +22,19 @@ from ..backends import Backend
 from ..capturing.trial import Change, Trials
 from ..checking.differences import difference, difference_as_a_whole
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..errors import CaptureError
 from ..inputs.buffers import Batch, InputBuffers
 from ..journal import WriteJournal
 from ..options import CaptureOptions
+from ..trimming import Trimmer, same_constant
 from . import other_optimizers
 from .apart import ModelAndLoss
-from .batches import IGNORED, BatchKind
+from .batches import IGNORED, LENGTH_DIM, BatchKind
 from .gradients import leaves_behind, none_yet
 from .ignored_targets import why_not_ignored
-from .loss import Loss
+from .loss import Loss, Returned
 from .places import Written, written_by
+from .wrapped import without_reduction
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -60,6 +63,12 @@ class PaddingTrial:
         """`reached`: the tensors that model and loss function use."""
         self._loss, self._reached = loss.uncompiled(), reached
         self._state, self._backend, self._options = state, backend, options
+        self._constants: dict[str, Any] = {}
+        self._has_results = False
+        self.why_no_graph: str | None = None
+        """Why no graph can return what the loss function does, if so."""
+        self.results = Trimmer(LENGTH_DIM)
+        """Which positions of what the loss function returns are real."""
         self.written = Written({}, ())
         """What model and loss function write when they run, besides the state."""
         self._trials = self._new_trials()
@@ -99,7 +108,10 @@ class PaddingTrial:
             inputs, targets = kind.arguments(tensors)
             with torch.enable_grad():  # for models that differentiate, or hook their results
                 outputs = self._loss.outputs(inputs)
-                loss = self._loss.raw(outputs, targets, kind.mask(tensors))
+                returned = self._loss.raw(outputs, targets, kind.mask(tensors))
+            self._note_results(returned)
+            loss = returned.loss
+            del returned
             if differentiate:
                 self._differentiate(loss)
             if self._loss.takes_mask or loss.dim() > 0:
@@ -120,6 +132,19 @@ class PaddingTrial:
                 ", ".join(changed),
             )
         return found
+
+    def _note_results(self, returned: Returned) -> None:
+        """A replay returns the Python values of the capture."""
+        constants = {name: leaf for name, leaf in returned.results if not isinstance(leaf, torch.Tensor)}
+        for name, value in constants.items():
+            before = self._constants.get(name, value)
+            if not same_constant(before, value):
+                self.why_no_graph = (
+                    f"{name}, which the loss function returns, is a Python value that differs from call to "
+                    f"call, and a replay would return that of the capture: return a tensor, or leave it "
+                    f"out (of the outputs of transformers, return loss and logits)"
+                )
+        self._constants, self._has_results = constants, bool(returned.results)
 
     def written_at(self, kind: BatchKind, length: int) -> Written:
         """What a run writes at this length, besides the state."""
@@ -219,7 +244,14 @@ class PaddingTrial:
             alone = buffers.on_device(short, shape)
             without = self._quietly(lambda: self._seen(kind, alone))
             buffers.fill(short, shape, descriptor)
-            apart = ModelAndLoss(self._loss, kind, buffers.views(descriptor), alone, (length, real))
+            apart = ModelAndLoss(
+                self._loss,
+                kind,
+                buffers.views(descriptor),
+                alone,
+                (length, real),
+                has_results=self._has_results,
+            )
             what_counts = self._quietly(apart.why_not_padded)
         if not _close(with_it.loss, without.loss, _AT_TWO_SHAPES):
             return f"the loss is {without.loss:.6g} without padding and {with_it.loss:.6g} with it"
@@ -233,12 +265,23 @@ class PaddingTrial:
                 without = self._quietly(lambda: self._seen(kind, alone))
             if (name := with_it.writes_otherwise(without, _AT_TWO_SHAPES)) is not None:
                 return f"what is written to {name} differs with padding and without"
-        return str(what_counts) if what_counts else None
+        if what_counts:
+            return str(what_counts)
+        try:
+            self.results.check()
+        except CaptureError as error:
+            return str(error)
+        return None
 
     def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
         """The loss, and what would be learnt from it."""
         with torch.enable_grad():
-            loss = self._loss_of(kind, tensors)
+            returned = self._loss.returned(*kind.arguments(tensors), kind.mask(tensors))
+            loss = returned.loss.clone()
+        if self._has_results:
+            whole, length = returned.handed_out(torch.Tensor.detach), kind.length_of(tensors)
+            self.results.observe(BatchDescriptor(length, 1), whole)
+        del returned
         own, parameters = self._parameters_behind(loss)
         if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
             return _Seen(
@@ -267,7 +310,7 @@ class PaddingTrial:
         return self._loss(*kind.arguments(tensors), kind.mask(tensors)).clone()
 
     def _quietly(self, step: Callable[[], Any]) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), without_reduction(self._loss.modules):
             return self._trials.run(step)
 
 

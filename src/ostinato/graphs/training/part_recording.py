@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..dispatching.ladder import Ladder
 from ..errors import BatchError, CaptureError
 from ..inputs.buffers import InputBuffers
-from ..inputs.fields import Extent
+from ..inputs.fields import Extent, Field
 from ..journal import WriteJournal
 from ..memory import storage_address
 from ..options import CaptureOptions
@@ -105,8 +106,7 @@ class PartRecorder:
         self._allow_unused = allow_unused
         self.signature = _signature_of(number, function, args, kwargs)
         found = self.signature.batch_of(args, kwargs)
-        if found is None or self.signature.opaque is not None:
-            raise BatchError(f"sample arguments of part {number} must be tensors and plain values")
+        assert found is not None, "samples are of their own kind"
         batch, shape = found
         self.ladder = ladder or Ladder([shape.num_tokens])
         self._examples = Examples(self.signature, batch)
@@ -264,6 +264,11 @@ class PartRecorder:
             gradients = torch.autograd.grad(
                 outputs, wanted, list(given), retain_graph=keeps_saved, allow_unused=True
             )
+        if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
+            raise CaptureError(
+                f"part {self._number} makes a sparse gradient, which has no fixed address: use sparse=False, "
+                f"or keep that layer outside the part"
+            )
         if not self._allow_unused and any(gradient is None for gradient in gradients):
             self._refuse_unused(
                 [t for t, gradient in zip(wanted, gradients, strict=True) if gradient is None]
@@ -330,18 +335,18 @@ class PartRecorder:
 def _signature_of(
     number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Signature:
-    """The signature of the samples. The first tensor tells the number of rows; arguments with another size
-    have none."""
-
-    def of(shared: Sequence[str]) -> Signature:
-        return Signature.of(function, args, kwargs, batch_dim=0, shared=shared, pads={})
-
-    signature = of(())
+    """The signature of the samples. The first tensor tells the number of rows; tensors with another size
+    along dimension 0 have none."""
+    signature = Signature.of(function, args, kwargs, batch_dim=0, shared=(), pads={})
+    if signature.opaque is not None:
+        raise BatchError(f"sample arguments of part {number} must be tensors and plain values")
     leaves = flatten((args, dict(sorted(kwargs.items()))))[0]
-    sizes = {
-        field.name: leaf.size(0)
-        for field, leaf in zip(signature.fields, leaves, strict=True)
-        if field is not None and field.per is Extent.TOKEN
-    }
-    rows = next(iter(sizes.values()), 0)
-    return of([name for name, size in sizes.items() if size != rows]) if sizes else signature
+    pairs = list(zip(signature.fields, leaves, strict=True))
+    rows = next(leaf.size(0) for field, leaf in pairs if field is not None and field.per is Extent.TOKEN)
+
+    def settled(field: Field | None, leaf: Any) -> Field | None:
+        if field is None or field.per is not Extent.TOKEN or leaf.size(0) == rows:
+            return field
+        return replace(field, per=Extent.FIXED, shape=tuple(leaf.shape))
+
+    return replace(signature, fields=tuple(settled(field, leaf) for field, leaf in pairs))

@@ -5,6 +5,7 @@ everything that model and loss function reach is compared, by identity: see `sta
 """
 
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -33,13 +34,14 @@ class PythonValues:
         """`with_hooks_of`: the modules and tensors whose gradient hooks a graph calls."""
         self._roots, self._with_hooks_of = roots, with_hooks_of
         self._named_assigned: set[str] = set()
+        self._unnamed: list[str] = []
         self._own: set[Key] = set()
         """What a step assigns itself."""
         self._captured: Reached | None = None
         self._still: Callable[[], bool] = lambda: True
         self._has_same_hooks: Callable[[], bool] = lambda: True
         self._training: list[bool] = []
-        self._has_warned = False
+        self._told: set[str] = set()
 
     def _reached(self, ignored: Collection[Key] = ()) -> Reached:
         return Reached(*self._roots, ignored=ignored, with_hooks_of=self._with_hooks_of)
@@ -120,18 +122,23 @@ class PythonValues:
         before = self._reached()
         yield
         self._name_assigned_since(before)
+        self.name_assigned()
 
     def _name_assigned_since(self, before: Reached) -> list[str]:
         assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names, *before.grown()]))
-        new = [name for name in assigned if name not in self._named_assigned]
-        if new:
-            self._named_assigned.update(new)
+        self._unnamed += [name for name in assigned if name not in self._named_assigned]
+        self._named_assigned.update(self._unnamed)
+        return assigned
+
+    def name_assigned(self) -> None:
+        """Warn of what steps assign, once there are graphs that do not: eager steps do."""
+        names, self._unnamed = self._unnamed, []
+        if names:
             logger.warning(
                 "every step assigns %s in Python: a replay runs no Python, leaves it unchanged, and uses "
                 "the value from the capture. Keep it in a buffer if it matters",
-                ", ".join(new[:5]),
+                ", ".join(names[:5]),
             )
-        return assigned
 
     def note(self) -> None:
         """Record the present values as those that graphs have, or will have."""
@@ -146,18 +153,30 @@ class PythonValues:
         if reached is None or (self._still() and self._has_same_hooks()):
             return None
         if reached.training() != self._training:
+            if not quietly and self._not_told(["train() or eval()"]):
+                logger.warning(
+                    "steps run eagerly while a module is in another mode than at the capture, train() or "
+                    "eval(): call step.capture(inputs, targets) to capture this one instead"
+                )
             return Reason.TRAINING_MODE_CHANGED
         changed = [*reached.changed_values(), *reached.replaced(self._tables()), *reached.added()]
         if not changed and reached.is_same_code() and self._has_same_hooks():
             return None  # equal numbers in different objects
-        if not (quietly or self._has_warned):
-            self._has_warned = True
+        if not quietly and (new := self._not_told(changed or ["a hook or method of a module or parameter"])):
             logger.warning(
                 "steps run eagerly while these differ from the capture: %s. A graph would continue with the "
                 "old values: keep what changes in a tensor and change that in place, or pass it as an input",
-                ", ".join(changed[:5]) or "a hook or method of a module or parameter",
+                ", ".join(new[:5]),
             )
         return Reason.ATTRIBUTE_CHANGED
+
+    def _not_told(self, names: Sequence[str]) -> list[str]:
+        """Those that no warning has named. Entries of a container, which may become more in every step, count
+        as one."""
+        causes = {re.sub(r"\d+", "", name): name for name in names}
+        new = [name for cause, name in causes.items() if cause not in self._told]
+        self._told.update(causes)
+        return new
 
     def _tables(self) -> set[int]:
         """The tables of parameters and buffers, by identity: `Places` checks these."""
@@ -174,7 +193,8 @@ def _hooks_of_gradients(modules: Sequence[torch.nn.Module]) -> Comparison:
             if own.get(name):
                 found.add_equal(lambda own=own, name=name: list(own[name].values()))  # type: ignore[misc]
             elif name in own:
-                found.add_empty(own, name)
+                found.add_places([(own, name, own[name])])
+                found.add_empty(own[name])
     parameters = [p for module in modules for p in module.parameters(recurse=False)]
     for hooks_of in _PARAMETER_HOOKS:
         found.add_equal(

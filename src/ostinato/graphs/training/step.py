@@ -16,6 +16,7 @@ from ..inputs.buffers import Batch
 from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
+from ..trees import map_tensors
 from .batches import IGNORED, BatchKind
 from .fitting import why_not_in_a_graph
 from .gradients import Gradients
@@ -26,6 +27,7 @@ from .optimizers import StaticOptimizer
 from .places import Places
 from .python_values import PythonValues
 from .update import Update
+from .wrapped import why_not_recorded
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -92,16 +94,20 @@ class TrainStep:
             pool=self._pool,
             options=options,
         )
+        why_not = why_not_recorded(loss.modules)
+        if why_not is not None:
+            self._graphs.refuse(why_not)
         self.optimizer_steps = 0
         """Updates so far, including skipped ones; passed to the schedule."""
         self.micro_batches = 0
         """Micro-batches since the last update."""
 
-    def __call__(self, inputs: Any, targets: Any, *, last: bool = False) -> torch.Tensor:
+    def __call__(self, inputs: Any, targets: Any, *, last: bool = False) -> Any:
         """Train on one micro-batch: every `accumulate`-th call updates the parameters.
 
         `last`: this call does, even if fewer came since the last update; they are averaged. Returns the loss
-        of the micro-batch, as a tensor of its own.
+        of the micro-batch, as a tensor of its own; if the loss function returns more, all of it in the same
+        structure, each tensor detached and of its own.
         """
         self._refuse_ambient_autocast()
         with turn, torch.inference_mode(False):
@@ -117,16 +123,16 @@ class TrainStep:
             does = self._micro_batch.kinds[-1] if updates else Kind.ACCUMULATE
             self._prepare(updates)
             if found is None:
-                loss = self._run_unseen(inputs, targets, does)
+                result = self._run_unseen(inputs, targets, does)
             else:
                 graphs, batch, length = found
-                loss = self._run(graphs, batch, BatchShape(length, 1, extra=does.value))
+                result = self._run(graphs, batch, BatchShape(length, 1, extra=does.value))
             if does is Kind.JUDGE:
                 self._update.step()
             self.micro_batches += 1
             if updates:
                 self._has_updated()
-            return loss
+            return result
 
     def flush(self) -> bool:
         """Update with the micro-batches since the last update, if any. False if there were none."""
@@ -275,7 +281,7 @@ class TrainStep:
         elif self._optimizer.why_behind is None and self._optimizer.hooks:
             self._optimizer.step_behind(_HAS_HOOKS, static=True)
 
-    def _run(self, graphs: KindGraphs, batch: Batch, shape: BatchShape) -> torch.Tensor:
+    def _run(self, graphs: KindGraphs, batch: Batch, shape: BatchShape) -> Any:
         if not self._optimizer.has_stepped:
             with self._values.first_step():
                 return self._run_first(graphs, batch, shape)
@@ -284,8 +290,7 @@ class TrainStep:
             decision = runner.decide(shape)
             if not decision.is_eager:
                 self.check_addresses()
-                loss: torch.Tensor = runner.run(batch, shape)
-                return loss.clone()
+                return map_tensors(torch.Tensor.clone, runner.run(batch, shape))
             reason = decision.reason
         if reason is Reason.LARGER_THAN_MAX and self._is_ladder_made_up:
             longest = self._graphs.rungs.limit
@@ -294,13 +299,11 @@ class TrainStep:
             self._tell_once(f"shorter batches run eagerly: {graphs.why_not_padded}")
         return self._eagerly(runner, batch, shape, reason)
 
-    def _eagerly(
-        self, runner: CudaGraphRunner, batch: Batch, shape: BatchShape, reason: Reason
-    ) -> torch.Tensor:
-        loss: torch.Tensor = runner.run_eagerly(batch, shape, reason)
-        return loss
+    def _eagerly(self, runner: CudaGraphRunner, batch: Batch, shape: BatchShape, reason: Reason) -> Any:
+        copied = {name: tensor.to(self._device, copy=True) for name, tensor in batch.items()}
+        return runner.run_eagerly(copied, shape, reason)
 
-    def _run_unseen(self, inputs: Any, targets: Any, does: Kind) -> torch.Tensor:
+    def _run_unseen(self, inputs: Any, targets: Any, does: Kind) -> Any:
         """Run eagerly a batch of a kind that nothing was captured for."""
         self._graphs.eager_steps[Reason.UNSEEN_SIGNATURE] += 1
         kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
@@ -310,11 +313,11 @@ class TrainStep:
         )
         matched = kind.batch_of(inputs, targets)
         assert matched is not None
-        tensors = {name: tensor.to(self._device) for name, tensor in matched[0].items()}
+        tensors = {name: tensor.to(self._device, copy=True) for name, tensor in matched[0].items()}
         with torch.no_grad():
             return self._micro_batch(kind, tensors, does, is_rung=False)
 
-    def _run_first(self, graphs: KindGraphs, batch: Batch, shape: BatchShape) -> torch.Tensor:
+    def _run_first(self, graphs: KindGraphs, batch: Batch, shape: BatchShape) -> Any:
         """Steps until the optimizer has created its state. On padded inputs, so that a run resumed here
         continues with exactly the numbers that graphs give."""
         if self._graphs.is_captured:  # a state from before the first update was loaded
@@ -326,8 +329,8 @@ class TrainStep:
         descriptor = BatchDescriptor(rung, 1, extra=shape.extra)
         runner.buffers.fill(batch, shape, descriptor)
         with torch.no_grad():
-            loss: torch.Tensor = runner.step(**runner.arguments(runner.buffers.views(descriptor), descriptor))
-        return loss
+            result = runner.step(**runner.arguments(runner.buffers.views(descriptor), descriptor))
+        return graphs.cut(result, shape)
 
     def _tell_once(self, told: str) -> None:
         if told not in self._told:
@@ -344,8 +347,9 @@ class TrainStep:
 def _tell_of_untrained(names: list[str]) -> None:
     if names:
         logger.warning(
-            "the optimizer lacks %d parameters of the model (%s ...): the step neither trains them nor "
-            "leaves gradients for another optimizer. Give all of them to one optimizer, or freeze them",
+            "the optimizer lacks %d parameters of the model (%s%s): the step neither trains them nor leaves "
+            "gradients for another optimizer. Give all of them to one optimizer, or freeze them",
             len(names),
             ", ".join(names[:3]),
+            " ..." if len(names) > 3 else "",
         )

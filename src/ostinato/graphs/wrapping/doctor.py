@@ -7,16 +7,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from ..backends import backend_for
 from ..blame import blamed, frames_of
+from ..capturing import python_draws
 from ..capturing.autocast import clean_autocast_cache
 from ..capturing.captured import CapturedGraph
 from ..capturing.gate import turn
 from ..capturing.trial import Trials
+from ..checking.host_reads import HostReads
 from ..checking.obstacles import Obstacle, ObstacleWatch, counted
 from ..checking.verify import Verification
 from ..dispatching.mode import GraphMode
@@ -24,7 +27,7 @@ from ..dispatching.step_mode import step_mode
 from ..errors import CaptureError, VerifyError
 from ..forbidden import Forbidden
 from ..inputs.buffers import Batch
-from ..report import Report
+from ..report import Report, without_numbers
 from .entry import Settings
 from .reached import Reached
 from .signature import Signature
@@ -49,6 +52,10 @@ class Examined(Protocol):
     def report(self) -> Report: ...
 
 
+_ON_A_GPU = (
+    "on a GPU: {}\n    {} without device= makes a tensor in host memory, where the step cannot use it, and a "
+    "copy to the device cannot be captured: pass device=x.device"
+)
 _RAISED = "raised while a capture was under way, and is not raised otherwise"
 _WAY_OUT = (
     "What has to stay as it is can run between graphs: mark its function @eager_boundary and use "
@@ -70,17 +77,23 @@ class Diagnosis:
     """What a capture gave; None if the arguments rule one out."""
     verification: Verification | None
     """How graphs compare with the function; None if there are none, or `causes` says how they differ."""
+    notes: tuple[str, ...] = ()
+    """What is no obstacle here and would be one on a GPU."""
 
     @property
     def is_healthy(self) -> bool:
-        """Whether every rung was captured and verified."""
+        """Whether every capture size was captured and verified, and no replay would repeat what the step
+        read in Python."""
         has_all = self.report is not None and not self.report.failures
-        return has_all and not self.causes and self.verification is not None and self.verification.passed
+        is_constant = all(obstacle.is_refused for obstacle in self.obstacles)
+        passed = self.verification is not None and self.verification.passed
+        return has_all and not self.causes and is_constant and passed
 
     def __str__(self) -> str:
         lines = [self._summary(), *map(str, self.obstacles), *self.causes]
-        if self.obstacles and not self.is_healthy:
+        if any(obstacle.is_refused for obstacle in self.obstacles) and not self.is_healthy:
             lines.append(_WAY_OUT)
+        lines += self.notes
         return "\n".join(lines)
 
     def _summary(self) -> str:
@@ -102,7 +115,7 @@ def diagnose(call: Examined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     if signature.opaque is not None:
         return Diagnosis((), 0, (f"{signature.opaque}: pass tensors or numbers",), None, None)
     piecewise = call.settings.mode is GraphMode.PIECEWISE
-    with turn, _quiet():
+    with turn, _quiet(), python_draws.undone():
         watch = _examine(call, signature, batch, ObstacleWatch(piecewise=piecewise))
         verification, causes = None, []
         try:
@@ -112,10 +125,22 @@ def diagnose(call: Examined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
         except (CaptureError, VerifyError) as error:
             causes.append(str(error))
         report = call.report()
-    for cause in dict.fromkeys(report.failures.values()):
-        if not any(obstacle.where and f"(at {obstacle.where}" in cause for obstacle in watch.obstacles):
-            causes.append(cause)
-    return Diagnosis(watch.obstacles, watch.operations, tuple(causes), report, verification)
+    of_sizes = {without_numbers(cause): cause for cause in report.failures.values()}
+    causes += [cause for cause in of_sizes.values() if not _is_said(cause, watch.obstacles)]
+    is_on_host = call.device_of(batch).type == "cpu"
+    notes = [_ON_A_GPU.format(where, what) for where, what in watch.made_on_host.items() if is_on_host]
+    return Diagnosis(
+        watch.obstacles, watch.operations, tuple(causes), report, verification, notes=tuple(notes)
+    )
+
+
+def _is_said(cause: str, obstacles: tuple[Obstacle, ...]) -> bool:
+    """Whether a line that is on the list is the cause."""
+    draws = python_draws.WHY_NOT in cause
+    return any(
+        (obstacle.where and f"(at {obstacle.where}" in cause) or (draws and "random" in obstacle.what)
+        for obstacle in obstacles
+    )
 
 
 def _examine(call: Examined, signature: Signature, batch: Batch, watch: ObstacleWatch) -> ObstacleWatch:
@@ -140,12 +165,18 @@ def _examine(call: Examined, signature: Signature, batch: Batch, watch: Obstacle
 
     run(nullcontext())  # as before a capture: kernels are compiled, and what it raises anyway is raised
     try:
-        run(watch)
+        run(_watching(watch))
     except Exception as error:
         text = str(error).splitlines()
         what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
         watch.note(Forbidden(what, _RAISED), blamed(frames_of(error.__traceback__)))
     return watch
+
+
+@contextmanager
+def _watching(watch: ObstacleWatch) -> Iterator[None]:
+    with watch, HostReads(partial(watch.note, is_refused=False)):
+        yield
 
 
 @contextmanager

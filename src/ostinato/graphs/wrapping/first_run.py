@@ -16,6 +16,7 @@ from ..inputs.buffers import Batch
 from ..memory import storage_address
 from ..trees import map_tensors
 from .assigned import Assigned
+from .code_names import Ran
 from .holders import Key
 from .reached import Reached
 from .signature import Signature
@@ -45,20 +46,23 @@ class FirstRun:
         """Holders, by identity, that it assigned in or added to, be it in this run alone."""
         self.reads: set[int] = set()
         """Addresses of the storages that it used."""
-        backend = backend_for(device)
-        trials, before = Trials(backend, generators=generators), Reached(function, *signature.functions)
+        self.ran = Ran()
+        """The code that ran."""
+        backend, ran = backend_for(device), self.ran
+        trials = Trials(backend, generators=generators)
+        before = Reached(function, *signature.functions, ran=())
         drawn = python_draws.generators()
         changed = None
         try:
             try:
-                result, copies = _run(function, signature, batch, trials)
+                result, copies = _run(function, signature, batch, trials, ran)
             except Exception as error:
                 if not may_stay or isinstance(error, OstinatoError):
                     raise
                 trials.undo()
                 before.put_back(before.changed())
                 # Whoever raises without being watched, too, raises that.
-                result, copies = _run(function, signature, batch, trials, observed=False)
+                result, copies = _run(function, signature, batch, trials, ran, observed=False)
                 told = f"{type(error).__name__}: {error}"
                 self.refusal = f"the step works, but fails when observed, which a capture requires: {told}"
             # A clone: so whatever of it is alive afterwards is state of the function's.
@@ -92,7 +96,7 @@ class FirstRun:
         self, function: Callable[..., Any], signature: Signature, batch: Batch, first: Trials, second: Trials
     ) -> None:
         """What was made in the first run is there in the second: what is assigned then is assigned always."""
-        before = Reached(function, *signature.functions)
+        before = Reached(function, *signature.functions, ran=())
         ended, generators = torch.get_rng_state(), first.generators
         draws = first.draws_from_default
         try:
@@ -100,7 +104,7 @@ class FirstRun:
                 torch.rand(
                     1, device="cpu"
                 )  # begin elsewhere: a step that ends in the same place anyway has seeded
-            _run(function, signature, batch, second)
+            _run(function, signature, batch, second, self.ran)
             self.changes, assigned = before.changed(), before.assigned()
             carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})
             if carried_on is None and second.made_last() - assigned.storages():
@@ -133,10 +137,11 @@ def _run(
     signature: Signature,
     batch: Batch,
     trials: Trials,
+    ran: Ran,
     *,
     observed: bool = True,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     copies = {name: tensor.detach().clone() for name, tensor in batch.items()}
-    with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache():
+    with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache(), ran.noted():
         step = lambda: signature.call(function, copies)  # noqa: E731
         return trials.run_for_good(step, observed=observed), copies

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from types import CodeType
 from typing import Any
 
 import torch
@@ -54,12 +55,14 @@ class Reached:
         ignored: Collection[Key] = (),
         growing: Collection[int] = (),
         with_hooks_of: Callable[[Any], bool] | None = None,
+        ran: Collection[CodeType] | None = None,
     ) -> None:
         """`roots`: the function, and others that it is given. `reads`: addresses of the storages that count;
         None: all. `ignored`: what the function changes itself. `growing`: containers, by identity, that
-        the function adds to. `with_hooks_of`: whose hooks of gradients count."""
+        the function adds to. `with_hooks_of`: whose hooks of gradients count. `ran`: what counts of the code
+        of installed packages; None: all."""
         self._ignored = ignored
-        walk = Walk(roots, reads, ignored, with_hooks_of)
+        walk = Walk(roots, reads, ignored, with_hooks_of, ran)
         self.modules = walk.modules
         self._watched, self._values = walk.watched, walk.values
         self._of_objects, self._called_names = walk.of_objects, walk.called_names
@@ -129,8 +132,8 @@ class Reached:
         used = self._watched if of_wrapper else self._used(without)
         found.add_places((holder, key, value) for holder, key, value, _ in used)
         tensors = [value for _, _, value, _ in used if isinstance(value, torch.Tensor) and has_memory(value)]
-        if tensors and of_wrapper:
-            found.add_equal(lambda: _geometry_of(tensors))
+        if of_wrapper:
+            found.add_tensors(tensors)
         elif tensors:
             found.add_equal(lambda: list(map(_address, tensors)))
         for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
@@ -139,7 +142,8 @@ class Reached:
         for module in self.modules:
             _add_module(found, module)
         counted = [*self._tables, *(attributes for _, _, attributes, _ in self._attributes), *self._growing]
-        found.add_equal(lambda: list(map(len, counted)))
+        for each in counted:
+            found.add_size(each)
         return found.compiled()
 
     def added(self) -> list[str]:
@@ -282,7 +286,8 @@ def _add_module(found: Comparison, module: torch.nn.Module) -> None:
         if own.get(hooks):
             found.add_equal(lambda hooks=hooks: list(own[hooks].values()))  # type: ignore[misc]
         elif hooks in own:
-            found.add_empty(own, hooks)
+            found.add_places([(own, hooks, own[hooks])])
+            found.add_empty(own[hooks])
     if "forward" in own:
         found.add_places([(own, "forward", own["forward"])])
     else:

@@ -58,9 +58,11 @@ class Walk:
         reads: Collection[int] | None,
         ignored: Collection[Key],
         with_hooks_of: Callable[[Any], bool] | None,
+        ran: Collection[types.CodeType] | None,
     ) -> None:
         """As `Reached`."""
         self._reads, self._ignored, self._with_hooks_of = reads, ignored, with_hooks_of
+        self._ran = ran
         self.modules: list[torch.nn.Module] = []
         self.watched: list[tuple[Any, Any, Any, str]] = []
         self.values: list[tuple[Any, Any, Any, str]] = []
@@ -258,11 +260,14 @@ class Walk:
 
     def _follow_function(self, function: types.FunctionType) -> bool:
         found, code = False, function.__code__
-        names = mentioned(code) if is_users(function.__module__) else frozenset()
+        is_read = is_own(function.__module__) or (
+            is_users(function.__module__) and (self._ran is None or code in self._ran)
+        )
+        names = mentioned(code) if is_read else frozenset()
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.holders[id(cell)] = f"{variable} ", cell
             found |= self._note_variable(function, names, variable, cell, "contents")
-        if not is_users(function.__module__):
+        if not is_read:
             return found
         self._names |= names
         if vars(function):

@@ -290,12 +290,17 @@ class EngineClient:
         return ids
 
     def embed(
-        self, prompt_ids: list[int], pooling: str, listener: Listener, adapter: str | None = None
+        self,
+        prompt_ids: list[int],
+        pooling: str,
+        listener: Listener,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
     ) -> int:
         """Ask for one vector; its id."""
         connection, id = self._living(), self._new_id()
         self._listeners[id] = listener
-        connection.send(Embed(id, prompt_ids, pooling, adapter))
+        connection.send(Embed(id, prompt_ids, pooling, adapter, cache_salt))
         return id
 
     def forget(self, ids: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ class ServedEngine:
         """Queue an embedding; news only if it is refused."""
 
         def add(adapter: AdapterVersion | None) -> News | None:
-            refused = self._add(command.id, command.prompt_ids, None, None, adapter)
+            refused = self._add(command.id, command.prompt_ids, None, command.cache_salt, adapter)
             if refused is None:
                 self._poolings[command.id] = command.pooling
             return refused

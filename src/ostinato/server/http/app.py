@@ -31,7 +31,7 @@ from .last_answer import LastAnswer
 from .memory_routes import memory_routes
 from .native import native_routes
 from .observing import observing_routes
-from .refusal_log import RefusalLog
+from .refusal_log import AuditLog, RefusalLog
 from .sleep_routes import sleep_routes
 from .trailing_slash import TrailingSlash
 from .trl_routes import trl_routes
@@ -76,6 +76,7 @@ def make_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=exposed,
         )
+    app.add_middleware(AuditLog)
     app.add_middleware(RefusalLog)
     app.add_middleware(AnswerCount, counts=service.metrics.answers, paths=_paths(routers))
     app.add_middleware(TrailingSlash)

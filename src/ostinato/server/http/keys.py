@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..config import ServerConfig
 from ..openai.errors import ApiError
+from ..tenant import current_tenant, tenant_of
 from .json_answers import error_response
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/stats", "/version"})
@@ -85,6 +86,8 @@ class KeyCheck:
         self._keys = tuple(key.encode() for key in config.api_key)
         self._admin_keys = (config.admin_key.encode(),) if config.admin_key else ()
         self._is_open = config.open_admin
+        all_keys = {*self._keys, *self._admin_keys}
+        self._tells_apart = len(all_keys) > 1 and not config.share_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401 or 403."""
@@ -100,23 +103,24 @@ class KeyCheck:
         path, headers = scope["path"], Headers(scope=scope)
         if path in ADMIN_PATHS:
             if self._admin_keys:
-                _check_bearer(headers, self._admin_keys)
+                self._check_bearer(headers, self._admin_keys)
                 return
             if not self._is_open:
                 _check_local(scope, headers)
                 return
         if self._keys and path not in OPEN_PATHS:
-            _check_bearer(headers, (*self._keys, *self._admin_keys))
+            self._check_bearer(headers, (*self._keys, *self._admin_keys))
 
-
-def _check_bearer(headers: Headers, keys: Sequence[bytes]) -> None:
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    sent = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-    # All of them, always: the time taken tells nothing about which came close.
-    matches = [hmac.compare_digest(sent, key) for key in keys]
-    if not any(matches):
-        what = "the API key is wrong" if sent else "an API key is needed, as a bearer token"
-        raise ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    def _check_bearer(self, headers: Headers, keys: Sequence[bytes]) -> None:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        sent = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        # All of them, always: the time taken tells nothing about which came close.
+        matches = [hmac.compare_digest(sent, key) for key in keys]
+        if not any(matches):
+            what = "the API key is wrong" if sent else "an API key is needed, as a bearer token"
+            raise ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if self._tells_apart:
+            current_tenant.set(tenant_of(sent))
 
 
 def _check_local(scope: Scope, headers: Headers) -> None:

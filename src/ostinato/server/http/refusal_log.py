@@ -1,15 +1,19 @@
-"""A line for each request that was answered with an error: its reason, and an id that its client has too."""
+"""Lines about requests: each that was answered with an error, with its reason and an id that its client has
+too, and each that changed something as an admin."""
 
 from __future__ import annotations
 
+import time
 from secrets import token_hex
 
 import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..log_lines import LimitedLines
+from ..log_lines import LimitedLines, say
 from ..openai.errors import ErrorBody
+from ..tenant import current_tenant
+from .keys import ADMIN_PATHS
 
 _PROBES = frozenset({"/health", "/health_generate", "/ping"})
 """Asked every second while a server starts; that it is not ready is no news."""
@@ -43,6 +47,34 @@ class RefusalLog:
                 (status, name), refused = refused, None
                 request = f"{scope['method']} {_one_line(scope['path'])}"
                 self._lines.say(f"{name} refused: {request} {status}: {_reason(message['body'])}")
+            await send(message)
+
+        await self._app(scope, receive, watched)
+
+
+class AuditLog:
+    """Middleware that notes who called an admin endpoint, when, and what came of it; reading is not noted.
+
+    Calls that were refused for lack of a key are in the log of refusals.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on, and logs a line when the answer begins."""
+        if scope["type"] != "http" or scope["path"] not in ADMIN_PATHS or scope["method"] == "GET":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] not in (401, 403):
+                client = scope.get("client")
+                who = "unknown" if client is None else client[0]
+                key = f" with key {tenant[:8]}" if (tenant := current_tenant.get()) else ""
+                call = f"{scope['method']} {_one_line(scope['path'])}"
+                say(f"admin: {call} by {who}{key}: {message['status']} in {time.monotonic() - began:.3f} s")
             await send(message)
 
         await self._app(scope, receive, watched)

@@ -10,6 +10,7 @@ from ostinato.engine.delivery.completion_text import CompletionText
 from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from ..engine_client.client import EngineClient, EngineGone
+from ..tenant import salted
 from ..wire.messages import News, TokenLogprobs
 from .draft_metrics import Drafts
 from .errors import ApiError, engine_error, unavailable
@@ -78,7 +79,7 @@ class Completion:
         """Shared by all completions of the prompt, whose lists these are."""
         self._keeps_output = keeps_output
         self._shape_param = shape_param
-        self._cache_salt = cache_salt
+        self._cache_salt = salted(cache_salt)
         self._model = model
         self._wakes_every = wakes_every
         self._on_token = on_token

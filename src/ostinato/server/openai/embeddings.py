@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from ..engine_client.client import EngineClient, EngineGone
+from ..tenant import salted
 from ..wire.messages import News
 from .errors import ApiError, engine_error, unavailable
 from .requests import EmbeddingRequest
@@ -93,7 +94,7 @@ async def vectors_of(
     ids: list[int] = []
     try:
         for prompt, listener in zip(prompts, listeners, strict=True):
-            ids.append(engine.embed(prompt, pooling, listener, model.adapter))
+            ids.append(engine.embed(prompt, pooling, listener, model.adapter, salted(None)))
         return [np.frombuffer(await listener.result, dtype="<f4") for listener in listeners]
     except EngineGone as error:
         raise unavailable(str(error)) from error

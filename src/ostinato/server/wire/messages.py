@@ -41,6 +41,7 @@ class Embed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     prompt_ids: list[int]
     pooling: str
     adapter: str | None = None
+    cache_salt: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):

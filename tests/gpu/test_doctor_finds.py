@@ -1,0 +1,3 @@
+"""The contract of `contract/test_doctor_finds.py`, on CUDA."""
+
+from contract.test_doctor_finds import *  # noqa: F403
