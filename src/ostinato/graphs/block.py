@@ -18,7 +18,7 @@ from .capturing.gate import capture_gate, frozen_gc, turn
 from .capturing.pool import GraphPool
 from .capturing.segments import Bridges
 from .checking.addresses import AddressBook, Watched
-from .dispatch_mode import WatchingMode
+from .dispatch_mode import DispatchMode
 from .dispatching.mode import GraphMode
 from .dispatching.step_mode import step_mode
 from .errors import CaptureError
@@ -121,8 +121,7 @@ def capture_block(
         pool: memory shared with other graphs, on the device to capture for; default: a new pool on the GPU,
             or on the CPU where there is none. A replay of any graph of a pool overwrites what others left.
         watch: tensors that must stay where they are, by name, or a module. What torch's operations read is
-            watched anyway. Kernels of other libraries are not seen, and after an import of torch.compile's
-            machinery nothing is: compiled code would step aside.
+            watched anyway; kernels of other libraries and compiled code are not seen.
         generators: random generators that the block draws from, besides the device's default one.
         freeze_gc: collect garbage first and freeze the collector while recording.
     """
@@ -137,13 +136,18 @@ def capture_block(
     block._finish(ongoing.recorded, reads.still_there(), watch)
 
 
-class _Reads(WatchingMode):
-    """Sees which tensors from before a block are used in it."""
+class _Reads(DispatchMode):
+    """Sees which tensors from before a block are used in it; not inside compiled code, which stays compiled."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._made: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch asks whether compiled code may run beneath this mode."""
+        return True
 
     def still_there(self) -> list[torch.Tensor]:
         """Those that are still alive."""
