@@ -54,7 +54,8 @@ def test_the_very_exception_arrives_and_state_is_as_before(device, strict):
     assert same(rng_state(device), generator)
     armed.clear()
     for call in (1, 2, 3):
-        assert close(f(x), (given + 1) * 2 * call)
+        assert close(f(x), (given + call) * 2 * call)
+        assert close(x, given + call)
         assert counter.tolist() == [call, call]
     assert (reasons(f), f.report().replays) == ({}, 3)
 

@@ -1,14 +1,20 @@
-"""Every call hands out tensor objects of its own over the same memory, and autograd knows when it is gone."""
+"""Unguarded results: new objects over the same memory in every replay; autograd knows when it is gone."""
 
 import pytest
 import torch
 
-from contract.steps import WIDTH, make_runner, randn, same, wrap
-from ostinato.graphs import BatchShape, CaptureOptions, GraphPool
+from contract.steps import WIDTH, make_runner, randn, same
+from ostinato.graphs import BatchShape, CaptureOptions, GraphMode, GraphPool
 
 
 def doubled(x):
     return x * 2 + 1
+
+
+def served(function, sizes=(2, 4), *, device, **settings):
+    """A function of one batch, run from the graphs of a runner whose results are not copied."""
+    runner = make_runner(device, function, sizes, results="unguarded", **settings)
+    return lambda x: runner.run({"x": x})
 
 
 def weights(device):
@@ -17,7 +23,7 @@ def weights(device):
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_every_call_returns_a_new_object_at_the_same_address(device, n):
-    f = wrap(doubled, [4])
+    f = served(doubled, [4], device=device)
     outs = [f(randn(n, WIDTH, device=device, seed=seed)) for seed in range(4)]
     assert len({id(out) for out in outs}) == 4
     assert len({out.data_ptr() for out in outs}) == 1
@@ -25,7 +31,7 @@ def test_every_call_returns_a_new_object_at_the_same_address(device, n):
 
 
 def test_every_leaf_of_a_tree_is_a_new_object(device):
-    f = wrap(lambda x: {"a": x * 2, "b": (x + 1, [x.sum(1)])}, [4])
+    f = served(lambda x: {"a": x * 2, "b": (x + 1, [x.sum(1)])}, [4], device=device)
     x = randn(3, WIDTH, device=device)
     first, second = f(x), f(x)
     assert first["a"] is not second["a"]
@@ -34,7 +40,7 @@ def test_every_leaf_of_a_tree_is_a_new_object(device):
 
 
 def test_a_runner_hands_out_new_objects_too_also_when_it_reruns(device):
-    runner = make_runner(device, doubled, [4])
+    runner = make_runner(device, doubled, [4], results="unguarded")
     batch = {"x": randn(3, WIDTH, device=device)}
     outs = [runner.run(batch), runner.run(batch), runner.rerun(BatchShape.decode(3))]
     assert len({id(out) for out in outs}) == 3
@@ -43,7 +49,7 @@ def test_a_runner_hands_out_new_objects_too_also_when_it_reruns(device):
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_gradients_flow_through_what_is_added_to_a_result_in_place_in_every_call(device, n):
-    f, bias = wrap(doubled, [4]), weights(device)
+    f, bias = served(doubled, [4], device=device), weights(device)
     for seed in range(4):
         x = randn(n, WIDTH, device=device, seed=seed)
         h = f(x)
@@ -56,7 +62,7 @@ def test_gradients_flow_through_what_is_added_to_a_result_in_place_in_every_call
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_other_arithmetic_in_place_with_gradients_works_in_every_call(device, n):
-    f, w = wrap(lambda x: (doubled(x), x - 1), [4]), weights(device)
+    f, w = served(lambda x: (doubled(x), x - 1), [4], device=device), weights(device)
     for seed in range(3):
         x = randn(n, WIDTH, device=device, seed=seed)
         left, right = f(x)
@@ -70,7 +76,7 @@ def test_other_arithmetic_in_place_with_gradients_works_in_every_call(device, n)
 
 
 def test_a_result_that_was_made_to_require_gradients_says_nothing_of_the_next(device):
-    f = wrap(doubled, [4])
+    f = served(doubled, [4], device=device)
     x = randn(4, WIDTH, device=device)
     for _ in range(3):
         h = f(x)
@@ -108,7 +114,7 @@ def set_elsewhere(h):
 )
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_a_change_of_one_result_reaches_no_other(device, change, n):
-    f = wrap(doubled, [4])
+    f = served(doubled, [4], device=device)
     x = randn(n, WIDTH, device=device)
     earlier = f(x)
     address = earlier.data_ptr()
@@ -125,12 +131,12 @@ def test_a_change_of_one_result_reaches_no_other(device, change, n):
 
 
 def modes():
-    return pytest.mark.parametrize("mode", ["full", "piecewise"])
+    return pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.PIECEWISE])
 
 
 @modes()
 def test_a_result_that_autograd_saved_is_refused_after_the_next_call(device, mode):
-    f, w = wrap(doubled, [2, 4], mode=mode), weights(device)
+    f, w = served(doubled, [2, 4], mode=mode, device=device), weights(device)
     x = randn(4, WIDTH, device=device)
     for n in (4, 3, 1):
         y = (f(x) * w).sum()
@@ -142,7 +148,7 @@ def test_a_result_that_autograd_saved_is_refused_after_the_next_call(device, mod
 
 @modes()
 def test_without_a_call_in_between_the_gradient_is_right(device, mode):
-    f, w = wrap(doubled, [2, 4], mode=mode), weights(device)
+    f, w = served(doubled, [2, 4], mode=mode, device=device), weights(device)
     for seed in range(3):
         x = randn(3, WIDTH, device=device, seed=seed)
         (f(x) * w).sum().backward()
@@ -154,7 +160,7 @@ def test_without_a_call_in_between_the_gradient_is_right(device, mode):
     "view", [lambda h: h[1:], lambda h: h.view(-1, 2, WIDTH), lambda h: h.detach(), lambda h: h[:, 0, None]]
 )
 def test_a_saved_view_of_a_result_is_refused_as_well(device, view):
-    f, w = wrap(doubled, [4]), weights(device)
+    f, w = served(doubled, [4], device=device), weights(device)
     x = randn(4, WIDTH, device=device)
     y = (view(f(x)) * w).sum()
     f(randn(4, WIDTH, device=device, seed=1))
@@ -163,7 +169,7 @@ def test_a_saved_view_of_a_result_is_refused_as_well(device, view):
 
 
 def test_every_tensor_of_a_tree_is_refused_on_its_own(device):
-    f, w = wrap(lambda x: {"a": x * 2, "b": (x + 1,)}, [4]), weights(device)
+    f, w = served(lambda x: {"a": x * 2, "b": (x + 1,)}, [4], device=device), weights(device)
     out = f(randn(4, WIDTH, device=device))
     sums = [(out["a"] * w).sum(), (out["b"][0] * w).sum()]
     f(randn(4, WIDTH, device=device, seed=1))
@@ -173,7 +179,7 @@ def test_every_tensor_of_a_tree_is_refused_on_its_own(device):
 
 
 def test_an_input_that_is_returned_is_overwritten_by_the_next_call_and_autograd_knows(device):
-    f, w = wrap(lambda x: (x, x[:, 1:]), [4]), weights(device)
+    f, w = served(lambda x: (x, x[:, 1:]), [4], device=device), weights(device)
     whole, part = f(randn(4, WIDTH, device=device))
     sums = [(whole * w).sum(), (part * w[1:]).sum()]
     f(randn(4, WIDTH, device=device, seed=1))
@@ -184,7 +190,8 @@ def test_an_input_that_is_returned_is_overwritten_by_the_next_call_and_autograd_
 
 def test_another_wrapper_of_the_same_pool_overwrites_it_and_one_of_another_does_not(device):
     pool = GraphPool(device)
-    f, g, apart = wrap(doubled, [4], pool=pool), wrap(torch.tanh, [4], pool=pool), wrap(torch.tanh, [4])
+    f = served(doubled, [4], pool=pool, device=device)
+    g, apart = served(torch.tanh, [4], pool=pool, device=device), served(torch.tanh, [4], device=device)
     x, w = randn(4, WIDTH, device=device), weights(device)
     for h in (f, g, apart):
         h(x)
@@ -199,7 +206,7 @@ def test_another_wrapper_of_the_same_pool_overwrites_it_and_one_of_another_does_
 
 
 def test_a_runners_saved_output_is_refused_after_its_next_replay(device):
-    runner = make_runner(device, doubled, [2, 4])
+    runner = make_runner(device, doubled, [2, 4], results="unguarded")
     w = weights(device)
     y = (runner.run({"x": randn(4, WIDTH, device=device)}) * w).sum()
     runner.run({"x": randn(2, WIDTH, device=device, seed=1)})
@@ -208,7 +215,7 @@ def test_a_runners_saved_output_is_refused_after_its_next_replay(device):
 
 
 def test_strong_outputs_are_refused_after_their_own_graphs_next_replay(device):
-    f = wrap(doubled, [4], options=CaptureOptions(freeze_gc=False, weak_output=False))
+    f = served(doubled, [4], options=CaptureOptions(freeze_gc=False, weak_output=False), device=device)
     w = weights(device)
     y = (f(randn(4, WIDTH, device=device)) * w).sum()
     f(randn(4, WIDTH, device=device, seed=1))
@@ -218,7 +225,7 @@ def test_strong_outputs_are_refused_after_their_own_graphs_next_replay(device):
 
 def test_what_autograd_saved_of_a_table_that_the_step_returns_stays_good(device):
     table, w = randn(WIDTH, device=device), weights(device)
-    f = wrap(lambda x: (x * 2, table), [4])
+    f = served(lambda x: (x * 2, table), [4], device=device)
     x = randn(4, WIDTH, device=device)
     f(x)
     y = (table * w).sum()

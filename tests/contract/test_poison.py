@@ -47,7 +47,7 @@ def test_sinks_are_filled_with_large_finite_numbers(device):
 
 def test_dead_outputs_hold_nan_before_a_poisoned_replay(device):
     read_later = torch.zeros(4, WIDTH, device=device)
-    big = make_runner(device, lambda x: x + 1, [4])
+    big = make_runner(device, lambda x: x + 1, [4], results="unguarded")
     dead = big.run({"x": randn(4, WIDTH, device=device)})
     small = make_runner(device, lambda x: read_later.copy_(dead)[:1] * 0 + x, [1], pool=big.pool)
     small.graphs.update(big.graphs)  # the same pool, and poison reaches the outputs of the runner's graphs

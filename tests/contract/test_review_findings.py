@@ -131,14 +131,14 @@ def test_a_deep_copy_has_graphs_of_its_own(device):
     assert same(f(x), before)
 
 
-def test_debug_mode_lets_static_buffers_be_used_late(device):
+def test_guards_let_static_buffers_be_used_late(device):
     static = torch.zeros(4, WIDTH, device=device)
 
     def step(x):
         static[: x.size(0)].copy_(x * 2)
         return static[: x.size(0)], x * 3
 
-    runner = make_runner(device, step, [2, 4], debug=True)
+    runner = make_runner(device, step, [2, 4], results="guarded")
     x = randn(4, WIDTH, device=device)
     lasting, fleeting = runner.run({"x": x})
     runner.run({"x": x})
@@ -165,7 +165,7 @@ def test_verify_puts_back_what_only_poisoned_padding_writes(device):
 
 
 def test_dropping_a_graph_makes_its_outputs_stale_and_the_pool_forget_it(device):
-    runner = make_runner(device, lambda x: x * 2, [2], debug=True)
+    runner = make_runner(device, lambda x: x * 2, [2], results="guarded")
     out = runner.run({"x": randn(2, WIDTH, device=device)})
     assert len(runner.pool.graphs) == 1
     runner.drop(key(2))

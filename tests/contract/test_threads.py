@@ -1,4 +1,4 @@
-"""Several threads: one wrapper belongs to one of them unless told otherwise; captures disturb nobody."""
+"""Several threads: they take turns, guarded results belong to one of them, and captures disturb nobody."""
 
 import functools
 import sys
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from contract.steps import WIDTH, CallCounter, close, make_runner, mlp, padded, randn, reasons, same, wrap
-from ostinato.graphs import BatchError, CaptureOptions
+from ostinato.graphs import BatchError, CaptureOptions, GraphPool
 
 
 @pytest.fixture
@@ -34,45 +34,45 @@ def together(*jobs):
         return [future.result(60) for future in [pool.submit(after_the_others_started, job) for job in jobs]]
 
 
-# -- who may call --------------------------------------------------------------------------------------
+# -- guarded results belong to one thread ----------------------------------------------------------------
 
 
 def test_a_call_from_another_thread_is_refused_and_says_what_to_do(device):
-    f = wrap(lambda x: x * 2)
+    f = wrap(lambda x: x * 2, results="guarded")
     x = randn(3, WIDTH, device=device)
     f(x)
     with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(BatchError, match="threads=True"):
+        with pytest.raises(BatchError, match="results='copied'"):
             pool.submit(f, x).result()
         assert same(f(x), x * 2)
-        with pytest.raises(BatchError, match="threads=True"):
+        with pytest.raises(BatchError, match="results='copied'"):
             pool.submit(f, x).result()
     assert f.report().replays == 2
 
 
-def test_a_module_belongs_to_one_thread_as_well(device):
-    f = wrap(mlp(device))
+def test_a_modules_results_belong_to_one_thread_as_well(device):
+    f = wrap(mlp(device), results="guarded")
     x = randn(3, WIDTH, device=device)
     f(x)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(BatchError, match="threads=True"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(BatchError, match="results='copied'"):
         pool.submit(f, x).result()
 
 
 def test_capturing_ahead_in_one_thread_is_for_another_to_use(device):
-    f = wrap(lambda x: x * 2)
+    f = wrap(lambda x: x * 2, results="guarded")
     x = randn(3, WIDTH, device=device)
     f.capture(x)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):
             assert same(pool.submit(f, x).result(), x * 2)
-        with pytest.raises(BatchError, match="threads=True"):
+        with pytest.raises(BatchError, match="results='copied'"):
             f(x)
     assert same(f(x), x * 2), "the other thread has ended"
     assert (reasons(f), f.report().replays) == ({}, 3)
 
 
 def test_a_thread_that_has_ended_gives_the_wrapper_up(device):
-    f = wrap(lambda x: x * 2)
+    f = wrap(lambda x: x * 2, results="guarded")
     x = randn(3, WIDTH, device=device)
     for _ in range(3):
         with ThreadPoolExecutor(1) as pool:
@@ -80,13 +80,24 @@ def test_a_thread_that_has_ended_gives_the_wrapper_up(device):
     assert same(f(x), x * 2)
 
 
-# -- threads=True --------------------------------------------------------------------------------------
+def test_copies_of_another_wrapper_do_not_overwrite_what_another_thread_holds(device):
+    pool = GraphPool(device)
+    f, g = wrap(lambda x: x * 2, results="guarded", pool=pool), wrap(lambda x: x * 3, pool=pool)
+    x = randn(3, WIDTH, device=device)
+    held = f(x)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(BatchError, match="guarded results"):
+        threads.submit(g, x).result()
+    assert same(held.clone(), x * 2)
+    assert same(g(x), x * 3)
+
+
+# -- copies are for any thread ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("made_of", "count"), [("function", 1000), ("module", 250)])
 def test_thousands_of_calls_from_two_threads_all_come_out_right(device, made_of, count, hasty_switches):
     model = mlp(device)
-    f = wrap(model if made_of == "module" else lambda x: x * 2 + 1, threads=True)
+    f = wrap(model if made_of == "module" else lambda x: x * 2 + 1)
     with torch.no_grad():
         inputs = [randn(n, WIDTH, device=device, seed=n + 10 * i) for i in range(2) for n in (1, 2, 3, 4)]
         wanted = [
@@ -110,7 +121,7 @@ def test_thousands_of_calls_from_two_threads_all_come_out_right(device, made_of,
 
 
 def test_every_caller_has_results_in_memory_of_its_own(device):
-    f = wrap(lambda x: {"y": x * 2, "z": (x + 1, x)}, threads=True)
+    f = wrap(lambda x: {"y": x * 2, "z": (x + 1, x)})
     xs = [randn(3, WIDTH, device=device, seed=seed) for seed in range(4)]
     outs = [f(x) for x in xs]
     with ThreadPoolExecutor(1) as pool:
@@ -127,7 +138,7 @@ def test_state_advances_exactly_once_per_call_of_any_thread(device, hasty_switch
         counter.add_(1)
         return x * 2
 
-    f = wrap(step, threads=True)
+    f = wrap(step)
     x = randn(3, WIDTH, device=device)
 
     def calls():
@@ -144,7 +155,7 @@ def test_first_calls_at_the_same_time_capture_once(device, hasty_switches):
     alone = CallCounter(lambda x: x * 2)
     x = randn(3, WIDTH, device=device)
     wrap(alone)(x)
-    f = wrap(step, threads=True)
+    f = wrap(step)
     outs = together(*[lambda: f(x)] * 4)
     assert all(same(out, x * 2) for out in outs)
     assert len(f.report().graphs) == 2
@@ -153,7 +164,7 @@ def test_first_calls_at_the_same_time_capture_once(device, hasty_switches):
 
 
 def test_eager_calls_of_threads_are_right_too(device, hasty_switches):
-    f = wrap(lambda x: x * 2, threads=True)
+    f = wrap(lambda x: x * 2)
     small, large = randn(3, WIDTH, device=device), randn(7, WIDTH, device=device)
 
     def calls(x):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # isort: off
     from .inputs.buffers import InputBuffers as InputBuffers
     from .inputs.fields import Extent as Extent, Field as Field
     from .report import Report as Report
+    from .results import Results as Results
     from .runner import CudaGraphRunner as CudaGraphRunner
     from .training.callables import make_graphed_callables as make_graphed_callables
     from .training.graphed_train_step import graphed_train_step as graphed_train_step
@@ -65,6 +66,7 @@ _PUBLIC = {
     "inputs.buffers": "InputBuffers",
     "inputs.fields": "Extent Field",
     "report": "Report",
+    "results": "Results",
     "runner": "CudaGraphRunner",
     "training.callables": "make_graphed_callables",
     "training.graphed_train_step": "graphed_train_step",

@@ -32,7 +32,7 @@ class AddressError(OstinatoError, RuntimeError):
 
 
 class StaleOutputError(OstinatoError, RuntimeError):
-    """An output was used after a later replay had overwritten its memory (debug mode)."""
+    """An output was used after a later replay had overwritten its memory."""
 
 
 class VerifyError(OstinatoError, AssertionError):

@@ -13,17 +13,19 @@ from .capturing.gate import turn
 from .capturing.pool import GraphPool
 from .capturing.recorder import Step
 from .checking.addresses import Watched
-from .checking.stale import guarded
 from .checking.verify import MakeBatch, Verification, verify
 from .dispatching.descriptor import BatchDescriptor, BatchShape
 from .dispatching.dispatch import Decision, Dispatcher, Reason
 from .dispatching.keys import GraphKey, capture_order
-from .errors import AddressError, BatchError
+from .errors import AddressError, BatchError, ConfigError
 from .graph_set import GraphSet
 from .inputs.buffers import Batch, FillPlan, InputBuffers
+from .inputs.fields import Field
+from .inputs.staging import as_tensor
 from .memory import storage_address
 from .options import CaptureOptions
 from .report import GraphRow, Report, describe
+from .results import HandingOut, Results
 
 _MOST_READY = 4096
 
@@ -38,6 +40,10 @@ class _Ready:
     """The outputs without padded rows."""
     volatile: list[torch.Tensor]
     """Outputs that the next replay overwrites (with strong outputs: the next replay of the same graph)."""
+    handing_out: HandingOut | None
+    """How outputs become results; None if they are results as they are."""
+    written: list[tuple[Field, torch.Tensor]]
+    """The inputs that the step writes, without padded rows."""
 
 
 class CudaGraphRunner(GraphSet):
@@ -48,8 +54,8 @@ class CudaGraphRunner(GraphSet):
     If it has a parameter named `descriptor`, that is the batch it is captured for, or in an eager step the
     batch it runs: the only value besides tensors that may decide what work it does.
 
-    Use it from one thread at a time: captures and replays of all runners take turns, but the next replay of
-    any runner on the same pool overwrites what a replay returned.
+    Captures and replays of all runners take turns, so several threads may call one. With results that are not
+    copies use it from one thread at a time: the next replay of any runner on the same pool overwrites them.
     """
 
     def __init__(
@@ -73,6 +79,8 @@ class CudaGraphRunner(GraphSet):
         compile_up_to: int = 0,
         kernels_of: Callable[[GraphKey], Hashable] | None = None,
         warmups_give_back: bool = False,
+        results: Results | str = Results.COPIED,
+        written: Collection[str] = (),
         debug: bool = False,
     ) -> None:
         """Captures nothing yet; see `capture`.
@@ -101,7 +109,11 @@ class CudaGraphRunner(GraphSet):
                 meets a cold kernel anyway is warmed up itself. Default: each key is.
             warmups_give_back: run all warm-ups before the first recording and return their memory to the
                 device, because recordings use the pool's own. Slower; for steps that take much memory.
-            debug: check addresses before every replay, and mark outputs so that late use is detected.
+            results: what a replay returns: copies, or tensors over memory that the next replay overwrites,
+                with or without a guard (see `Results`). Copies cost their bandwidth and one launch each.
+            written: inputs that the step writes in place. What it leaves in their real rows is copied back to
+                the batch's own tensors. Without this, writes to inputs stay in the buffers.
+            debug: check addresses before every replay, and guard results that are not copies.
         """
         super().__init__(
             step,
@@ -123,6 +135,13 @@ class CudaGraphRunner(GraphSet):
             warmups_give_back=warmups_give_back,
         )
         self.debug = debug
+        self.results = Results.parse(results)
+        """What a replay returns."""
+        if self.results is Results.UNGUARDED and debug:
+            self.results = Results.GUARDED
+        self._written = tuple(written)
+        if unknown := set(written) - {field.name for field in buffers.fields}:
+            raise ConfigError(f"written names {', '.join(sorted(unknown))}, which no field has")
         self.poison = False
         """Replay in poison mode: padded rows, the sinks and dead outputs hold hostile values."""
         self.eager_steps: Counter[Reason] = Counter()
@@ -162,10 +181,7 @@ class CudaGraphRunner(GraphSet):
         return not self.dispatcher.decide(shape).is_eager
 
     def run(self, batch: Batch, shape: BatchShape | None = None) -> Any:
-        """Run one step: decide, then replay or run eagerly. The decision is made before anything is written.
-
-        What a replay returns lives in the pool and is overwritten by the next replay.
-        """
+        """Run one step: decide, then replay or run eagerly. The decision comes before anything is written."""
         if shape is None:
             shape = self.buffers.shape_of(batch)
         ready = self._ready_for(shape)
@@ -228,11 +244,29 @@ class CudaGraphRunner(GraphSet):
             graph.replay()
             graph.replays += 1
             graph.real_tokens += shape.num_tokens
+            if ready.handing_out is not None:
+                return self._handed_out(batch, ready, ready.handing_out)
             output = graph.handed_out(ready.leaves)
             (self.pool.lent if self.options.weak_output else graph.lent).outputs = ready.volatile
-        if self.debug:
-            return guarded(output, self.pool, f"{graph.key.mode} graph {graph.descriptor}", self._is_volatile)
-        return output
+            return output
+
+    def _handed_out(self, batch: Batch | None, ready: _Ready, handing_out: HandingOut) -> Any:
+        """Copy back what the step has written into its inputs, and copy or guard its outputs."""
+        graph = ready.graph
+        if ready.written and batch is not None:
+            with torch.no_grad():
+                for field, rows in ready.written:
+                    target = batch[field.name]
+                    if not isinstance(target, torch.Tensor):
+                        target = as_tensor(target, field.dtype)
+                    if not self._is_overwritten(target):
+                        target.copy_(rows)
+        if self.results is Results.COPIED:
+            return graph.structured(handing_out.copied(batch))
+        lent = self.pool.lent if self.options.weak_output else graph.lent
+        lent.outputs = ready.volatile
+        origin = f"{graph.key.mode} graph {graph.descriptor}"
+        return graph.structured(handing_out.guarded(batch, lent, origin))
 
     def run_eagerly(self, batch: Batch, shape: BatchShape, reason: Reason) -> Any:
         """Run the step eagerly on the batch as it is, and count the reason."""
@@ -256,8 +290,16 @@ class CudaGraphRunner(GraphSet):
             leaves = graph.trimmed(shape, self.outputs.trim)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         strong = not self.options.weak_output
+        plan = self.buffers.plan(shape, graph.descriptor)
+        rows = list(zip(self.buffers.fields, plan.heads, strict=True))
         volatile = [tensor for tensor in tensors if strong or self._is_volatile(tensor)]
-        return _Ready(graph, self.buffers.plan(shape, graph.descriptor), leaves, volatile)
+        handing_out = None
+        if self.results is not Results.UNGUARDED:
+            overwritten = set(map(id, volatile))
+            inputs = {field.name: head for field, head in rows}
+            handing_out = HandingOut(leaves, lambda leaf: id(leaf) in overwritten, inputs)
+        written = [(field, head) for field, head in rows if field.name in self._written]
+        return _Ready(graph, plan, leaves, volatile, handing_out, written)
 
     # -- safety ------------------------------------------------------------------------------------
 
@@ -291,6 +333,11 @@ class CudaGraphRunner(GraphSet):
         """Whether the next replay may overwrite it: in the pool, an input buffer or a bridge."""
         in_inputs = storage_address(tensor) == storage_address(self.buffers.arena)
         return in_inputs or self._recorder.bridges.contains(tensor.data_ptr()) or self._is_pooled(tensor)
+
+    def _is_overwritten(self, tensor: torch.Tensor) -> bool:
+        """Whether it is an earlier result, in memory that this replay has used: the caller has lost it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._is_volatile(tensor)
 
     def report(self) -> Report:
         """What was captured, what it costs, what it served, and why steps ran eagerly."""

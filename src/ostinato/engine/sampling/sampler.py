@@ -27,6 +27,7 @@ from ostinato.graphs import (
     Ladder,
     Reason,
     Report,
+    Results,
     capture_keys,
     frozen_gc,
 )
@@ -123,6 +124,7 @@ class Sampler:
             ),
             state=self._returned.state,  # padding changes nothing else: row 0 stays as it is
             kernels_of=lambda key: None,
+            results=Results.UNGUARDED,
         )
 
     def try_out(self) -> None:

@@ -16,6 +16,7 @@ from ostinato.graphs import (
     GraphKey,
     GraphMode,
     InputBuffers,
+    Results,
     capture_keys,
 )
 from ostinato.graphs.capturing.recorder import Step
@@ -60,6 +61,7 @@ def row_graphs(
         options=CaptureOptions(warmups=config.warmups, freeze_gc=False),
         state=state or {},
         kernels_of=kernels_of,
+        results=Results.UNGUARDED,
     )
 
 

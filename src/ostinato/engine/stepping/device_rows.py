@@ -28,6 +28,7 @@ from ostinato.graphs import (
     GraphPool,
     InputBuffers,
     Ladder,
+    Results,
     capture_keys,
 )
 from ostinato.graphs.dispatching.descriptor import recurring_shape
@@ -206,6 +207,7 @@ class DeviceRows:
             options=CaptureOptions(warmups=warmups, freeze_gc=False),
             state={},  # padded pairs go to cells that are never read
             kernels_of=lambda key: None,
+            results=Results.UNGUARDED,
         )
 
     def capture(self) -> None:

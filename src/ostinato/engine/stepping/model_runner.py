@@ -27,6 +27,7 @@ from ostinato.graphs import (
     InputBuffers,
     Reason,
     Report,
+    Results,
 )
 from ostinato.graphs.capturing.pool import Memory
 from ostinato.graphs.dispatching.descriptor import recurring_shape
@@ -185,6 +186,7 @@ class ModelRunner:
             state=self.returned.state,
             dummy=self._dummy,
             kernels_of=planned.warmed_with,
+            results=Results.UNGUARDED,
         )
         runner.watch(self.model)
         if self.draft is not None:

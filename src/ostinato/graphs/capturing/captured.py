@@ -210,5 +210,8 @@ class CapturedGraph:
     def handed_out(self, leaves: list[Any]) -> Any:
         """Output leaves in the structure that the step returned, in new containers and tensors, so that the
         caller may change them in any way; only the memory is shared."""
-        fresh = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return fresh[0] if self._is_bare else self.structure.filled(fresh)
+        return self.structured([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+    def structured(self, leaves: list[Any]) -> Any:
+        """Leaves in the structure that the step returned."""
+        return leaves[0] if self._is_bare else self.structure.filled(leaves)

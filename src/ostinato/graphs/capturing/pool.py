@@ -51,9 +51,12 @@ class Lent:
 
     def __init__(self) -> None:
         self.outputs: Sequence[torch.Tensor] = ()
+        self.generation = 0
+        """How often they were overwritten; those of earlier generations are gone."""
 
     def overwrite(self) -> None:
-        """Call before they are overwritten: autograd then raises if it saved one of them."""
+        """Call before they are overwritten: autograd and guards then refuse to use the old ones."""
+        self.generation += 1
         if self.outputs:
             increment_version(self.outputs)
             self.outputs = ()
@@ -81,14 +84,12 @@ class GraphPool:
             raise ConfigError(f"the pool's budget must be a positive number of bytes, not {budget}")
         self.backend: Backend = backend_for(device)
         self.budget = budget
-        self.generation = 0
-        """Number of replays; outputs of earlier generations have been overwritten."""
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The captured graphs in the pool, of all runners."""
         self.causes_told: set[Any] = set()
         """Why graphs were given up, as far as it was logged."""
         self.owner: threading.Thread | None = None
-        """The thread whose results a replay overwrites; used by wrappers."""
+        """The thread whose guarded results a replay overwrites; used by wrappers."""
         self._source = memory
         self._memory: PoolMemory | None = None
         self._beside: dict[StorageWeakRef, int] = {}
@@ -136,9 +137,13 @@ class GraphPool:
         """Whether the pool has grown beyond its budget."""
         return self.budget is not None and self.bytes > self.budget
 
+    @property
+    def generation(self) -> int:
+        """Number of replays; outputs of earlier generations have been overwritten."""
+        return self.lent.generation
+
     def overwrite(self) -> None:
         """Call before results are overwritten: autograd and guards then refuse to use the old ones."""
-        self.generation += 1
         self.lent.overwrite()
 
     def shrink_if_unused(self) -> None:

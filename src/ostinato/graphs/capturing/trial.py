@@ -118,6 +118,11 @@ class Trials:
         """Whether an observed run wrote to the storage at this address."""
         return any(address in journal.written for journal in self._journals)
 
+    @property
+    def written(self) -> set[int]:
+        """Addresses of the storages from before that observed runs wrote."""
+        return set().union(*(journal.written for journal in self._journals))
+
     def run(self, step: Callable[[], Any], *, observed: bool = True, counting: bool = False) -> Any:
         """Run a step and undo it. The result stays valid unless it aliases restored state.
 

@@ -1,20 +1,25 @@
-"""Debug mode: using an output that a later replay has overwritten raises an error."""
+"""Guarded results: using one that a later replay has overwritten raises an error."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ..capturing.pool import GraphPool
 from ..errors import StaleOutputError
 from ..memory import storage_address
 from ..trees import map_tensors, tensors_in
 
 
-class GuardedOutput(torch.Tensor):
-    """An output in shared memory, valid until the pool's next replay. Views of it are guarded too."""
+class Lender(Protocol):
+    """Whose memory a result is in."""
 
-    _pool: GraphPool
+    generation: int
+    """How often that memory was overwritten."""
+
+
+class GuardedOutput(torch.Tensor):
+    """An output in shared memory, valid until a replay overwrites it. Views of it are guarded too."""
+
+    _lender: Lender
     _generation: int
     _origin: str
 
@@ -22,7 +27,7 @@ class GuardedOutput(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         guards: dict[int, GuardedOutput] = {}
         for tensor in tensors_in((args, kwargs or {})):
-            if isinstance(tensor, GuardedOutput) and hasattr(tensor, "_pool"):
+            if isinstance(tensor, GuardedOutput) and hasattr(tensor, "_lender"):
                 tensor._raise_if_stale()
                 guards[_storage(tensor)] = tensor
         result = super().__torch_function__(func, types, args, kwargs or {})
@@ -42,11 +47,12 @@ class GuardedOutput(torch.Tensor):
         return _plain(self).clone()
 
     def _raise_if_stale(self) -> None:
-        if self._generation != self._pool.generation:
-            later = self._pool.generation - self._generation
+        if self._generation != self._lender.generation:
+            later = self._lender.generation - self._generation
             raise StaleOutputError(
                 f"the output of {self._origin} was used {later} replay(s) after its own: its memory is "
-                f"shared and has been overwritten. Clone what must last before the next step"
+                f"shared and has been overwritten. Clone what must last before the next step, or ask for "
+                f"copies (results='copied')"
             )
 
 
@@ -61,20 +67,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _guarded(tensor: torch.Tensor, like: GuardedOutput) -> GuardedOutput:
-    return _mark(tensor, like._pool, like._generation, like._origin)
+    return _mark(tensor, like._lender, like._generation, like._origin)
 
 
-def _mark(tensor: torch.Tensor, pool: GraphPool, generation: int, origin: str) -> GuardedOutput:
+def _mark(tensor: torch.Tensor, lender: Lender, generation: int, origin: str) -> GuardedOutput:
     with torch._C.DisableTorchFunctionSubclass():
         guarded = tensor.as_subclass(GuardedOutput)
-    guarded._pool, guarded._generation, guarded._origin = pool, generation, origin
+    guarded._lender, guarded._generation, guarded._origin = lender, generation, origin
     return guarded
 
 
-def guarded(tree: Any, pool: GraphPool, origin: str, is_volatile: Callable[[torch.Tensor], bool]) -> Any:
-    """The same outputs, with a guard on those in memory that the next replay overwrites."""
-
-    def mark(tensor: torch.Tensor) -> torch.Tensor:
-        return _mark(tensor, pool, pool.generation, origin) if is_volatile(tensor) else tensor
-
-    return map_tensors(mark, tree)
+def guarded_by(tensor: torch.Tensor, lender: Lender, origin: str) -> GuardedOutput:
+    """The same output, with a guard that knows when it is overwritten."""
+    return _mark(tensor, lender, lender.generation, origin)

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     TRAINING_MODE_CHANGED = "training-mode-changed"  # train() or eval() was called since the capture
     ATTRIBUTE_CHANGED = "attribute-changed"  # one that the step reads has changed since the capture
     FIRST_CALL = "first-call"  # arguments of this kind were seen for the first time
+    WRITTEN_ARGUMENT = "written-argument"  # a graph cannot copy back what the step writes
     OPAQUE_ARGUMENT = "opaque-argument"  # an argument cannot be compared with the captured one
     EMPTY_BATCH = "empty-batch"  # the call has no rows
     IN_FLIGHT = "in-flight"  # earlier calls of a part wait for their backward in the memory it would use

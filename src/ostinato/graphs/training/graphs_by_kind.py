@@ -22,6 +22,7 @@ from ..errors import CaptureError
 from ..inputs.buffers import Batch, InputBuffers
 from ..options import CaptureOptions
 from ..report import Report
+from ..results import Results
 from ..runner import CudaGraphRunner
 from ..trees import flatten
 from ..trimming import Trimmer
@@ -181,6 +182,7 @@ class GraphsByKind:
             dummy=kind.dummy,
             warmups_give_back=True,
             output_dim=LENGTH_DIM,
+            results=Results.UNGUARDED,
         )
         runner.eager_steps = self.eager_steps
         return KindGraphs(kind, runner, refusal, trial.results)

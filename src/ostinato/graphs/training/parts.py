@@ -12,7 +12,7 @@ from ..capturing.autocast import AutocastState
 from ..capturing.gate import is_recording, turn
 from ..capturing.pool import GraphPool
 from ..checking.addresses import moved_error
-from ..checking.stale import guarded
+from ..checking.stale import guarded_by
 from ..dispatching.descriptor import BatchShape
 from ..dispatching.dispatch import Reason
 from ..dispatching.ladder import Ladder
@@ -234,7 +234,10 @@ class GraphedPart:
         )
         self.replays += 1
         if self._guards_results:
-            leaves = guarded(list(leaves), lease, f"part {self.number}", lambda tensor: True)  # type: ignore[arg-type]
+            origin = f"part {self.number}"
+            leaves = tuple(
+                guarded_by(leaf, lease, origin) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            )
         return pair.structure.filled(list(leaves))
 
     def replay_forward(self, pair: Pair, rows: Rows, call: Call, lease: Lease, batch: Batch) -> list[Any]:

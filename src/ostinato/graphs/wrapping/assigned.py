@@ -66,13 +66,11 @@ class Assigned:
         values = (item_of(holder, key) for _, holder, key, _ in self.places)
         return {storage_address(tensor) for value in values for tensor in tensors_in(value)}
 
-    def with_result(self, result: Any) -> tuple[Any, list[Any]]:
-        """The function's result, and what stands in these places now."""
-        return result, [item_of(holder, key) for _, holder, key, _ in self.places]
+    def values(self) -> list[Any]:
+        """What stands in these places now."""
+        return [item_of(holder, key) for _, holder, key, _ in self.places]
 
-    def put(self, served: tuple[Any, list[Any]]) -> Any:
-        """Let what a replay made stand there; the result."""
-        result, values = served
+    def put(self, values: list[Any]) -> None:
+        """Let what a replay made stand there."""
         for (_, holder, key, _), value in zip(self.places, values, strict=True):
             put(holder, key, value)
-        return result

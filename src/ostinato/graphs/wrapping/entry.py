@@ -9,8 +9,10 @@ from ..dispatching.mode import GraphMode
 from ..inputs.buffers import Batch
 from ..inputs.fields import Scalar
 from ..options import CaptureOptions
+from ..results import Results
 from ..runner import CudaGraphRunner
 from .first_run import FirstRun
+from .in_place import InPlace
 from .reached import Reached
 from .signature import Signature
 
@@ -26,7 +28,7 @@ class Settings:
     pads: Mapping[str, Scalar]
     options: CaptureOptions
     compile_up_to: int
-    threads: bool
+    results: Results
     debug: bool
 
     def for_trial(self) -> "Settings":
@@ -44,6 +46,7 @@ class Entry:
     batch: Batch
     """Representative inputs."""
     first: FirstRun
+    in_place: InPlace
     reached: Reached
     surroundings: tuple[Any, ...]
     is_standing: Callable[[], bool]

@@ -1,5 +1,6 @@
 """A function run once on real inputs, before anything is captured: what it does, and whether a graph can."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ from ..dispatching.step_mode import step_mode
 from ..errors import OstinatoError
 from ..inputs.buffers import Batch
 from ..memory import storage_address
-from ..trees import map_tensors
+from ..results import HandingOut, copies_of
+from ..trees import flatten
 from .assigned import Assigned
 from .code_names import Ran
 from .holders import Key
+from .in_place import geometry
 from .reached import Reached
 from .signature import Signature
 
@@ -46,43 +49,70 @@ class FirstRun:
         """Holders, by identity, that it assigned in or added to, be it in this run alone."""
         self.reads: set[int] = set()
         """Addresses of the storages that it used."""
+        self.written_elsewhere: set[int] = set()
+        """Of these, and of storages that it makes, those that it writes."""
         self.ran = Ran()
         """The code that ran."""
         backend, ran = backend_for(device), self.ran
         trials = Trials(backend, generators=generators)
         before = Reached(function, *signature.functions, ran=())
+        given = set(map(storage_address, batch.values()))
+        # A copy of what the function also reaches in another way is not the same to it.
+        is_call, may_stay = may_stay, may_stay and given.isdisjoint(map(storage_address, before.tensors))
         drawn = python_draws.generators()
         changed = None
         try:
             try:
-                result, copies = _run(function, signature, batch, trials, ran)
+                copies = _copies(batch)
+                result, reshaped = _run(function, signature, copies, trials, ran)
             except Exception as error:
-                if not may_stay or isinstance(error, OstinatoError):
+                if not is_call or isinstance(error, OstinatoError):
                     raise
                 trials.undo()
                 before.put_back(before.changed())
                 # Whoever raises without being watched, too, raises that.
-                result, copies = _run(function, signature, batch, trials, ran, observed=False)
+                copies = _copies(batch) if may_stay else dict(batch)
+                result, reshaped = _run(function, signature, copies, trials, ran, observed=False)
                 told = f"{type(error).__name__}: {error}"
                 self.refusal = f"the step works, but fails when observed, which a capture requires: {told}"
-            # A clone: so whatever of it is alive afterwards is state of the function's.
-            self.result: Any = map_tensors(torch.Tensor.clone, result)
-            del result
+            # A copy: so whatever of it is alive afterwards is state of the function's.
+            leaves, structure = flatten(result)
+            refs = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+            returned = HandingOut(leaves, lambda leaf: True, copies).copied(batch) if is_call else []
+            del result, leaves
             changed = before.changed()
             self.grown = {holder for holder, _ in changed}
             self.stays = self.refusal is not None or (may_stay and trials.makes_state)
+            own = {storage_address(copy) for copy in copies.values()}
             self.written = tuple(n for n, copy in copies.items() if trials.wrote(storage_address(copy)))
             """Arguments that it changes in place."""
-            own = {storage_address(copy) for copy in copies.values()}
             self.reads = {storage_address(tensor) for tensor in trials.reads} - own
             is_known = self.refusal is None
             if trials.obstacle is not None:
                 self.refusal = trials.obstacle
             elif drawn != python_draws.generators():
                 self.refusal = self.refusal or python_draws.WHY_NOT
+            elif reshaped:
+                self.refusal = self.refusal or (
+                    f"the step changes the shape or the memory of its argument {', '.join(reshaped)} "
+                    f"(unsqueeze_, resize_, set_, .data =), and a replay would not: make a new tensor "
+                    f"(unsqueeze, view) instead"
+                )
             if is_known and (changed or trials.makes_state or trials.draws_random):
                 second = Trials(backend) if self.stays else trials
                 self._look_twice(function, signature, batch, trials, second)
+                self.written_elsewhere |= second.written
+            self.written_elsewhere |= trials.written - own
+            self.result: Any = None
+            """What it returned, if this run was the call."""
+            if self.stays:
+                for name in {*self.written, *reshaped}:
+                    _give_back(copies[name], batch[name], is_reshaped=name in reshaped)
+                for place, ref in enumerate(refs):
+                    kept = None if ref is None else ref()
+                    if kept is not None and storage_address(kept) not in own:
+                        returned[place] = kept  # state of the function's, which it may go on to change
+                self.result = structure.filled(returned)
         except BaseException:
             trials.undo()
             before.put_back(self.changes or changed or before.changed())
@@ -104,7 +134,8 @@ class FirstRun:
                 torch.rand(
                     1, device="cpu"
                 )  # begin elsewhere: a step that ends in the same place anyway has seeded
-            _run(function, signature, batch, second, self.ran)
+            copies = _copies(batch)
+            _run(function, signature, copies, second, self.ran)
             self.changes, assigned = before.changed(), before.assigned()
             carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})
             if carried_on is None and second.made_last() - assigned.storages():
@@ -132,16 +163,32 @@ class FirstRun:
             self.assigned = assigned.without_former()
 
 
+def _copies(batch: Batch) -> dict[str, torch.Tensor]:
+    return dict(zip(batch, copies_of(list(batch.values())), strict=True))
+
+
 def _run(
     function: Callable[..., Any],
     signature: Signature,
-    batch: Batch,
+    inputs: dict[str, torch.Tensor],
     trials: Trials,
     ran: Ran,
     *,
     observed: bool = True,
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    copies = {name: tensor.detach().clone() for name, tensor in batch.items()}
+) -> tuple[Any, list[str]]:
+    """The result, and the inputs to which the function gives another shape or other memory."""
+    before = {name: geometry(value) for name, value in inputs.items()}
     with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache(), ran.noted():
-        step = lambda: signature.call(function, copies)  # noqa: E731
-        return trials.run_for_good(step, observed=observed), copies
+        result = trials.run_for_good(lambda: signature.call(function, inputs), observed=observed)
+    return result, [name for name, value in inputs.items() if geometry(value) != before[name]]
+
+
+def _give_back(copy: torch.Tensor, original: torch.Tensor, *, is_reshaped: bool) -> None:
+    """Let the caller's tensor have what its copy has now."""
+    if copy is original:
+        return
+    if is_reshaped:
+        original.data = copy
+    else:
+        with torch.no_grad():
+            original.copy_(copy)

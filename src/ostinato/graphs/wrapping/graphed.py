@@ -9,6 +9,7 @@ from ..dispatching.mode import GraphMode
 from ..errors import ConfigError
 from ..inputs.fields import Scalar
 from ..options import CaptureOptions
+from ..results import Results
 from .entry import Settings
 from .wrappers import wrap
 
@@ -24,16 +25,16 @@ def graphed(
     pool: GraphPool | None = None,
     options: CaptureOptions | None = None,
     compile_up_to: int = 0,
-    threads: bool = False,
+    results: Results | str = Results.COPIED,
     debug: bool = False,
 ) -> Any:
     """Serve calls of a function or `nn.Module` from captured graphs, for any batch up to the ladder's limit.
 
     `f = graphed(model, ladder=[1, 2, 4, 8]); y = f(x)`. The first call captures; `f.capture(x)` captures
     ahead of time. Calls with a larger batch, another signature, or another autocast or training mode run
-    eagerly and are counted by reason in `f.report()`. Results live in shared memory that the next call
-    overwrites: clone what must last. They carry no autograd history. Rows must not depend on how many there
-    are: the capture refuses steps that plainly do, and `f.verify()` finds the others.
+    eagerly and are counted by reason in `f.report()`. Results are the caller's own tensors. They carry no
+    autograd history. Rows must not depend on how many there are: the capture refuses steps that plainly do,
+    and `f.verify()` finds the others. Several threads may call a wrapper; their calls take turns.
 
     Args:
         function: the function or module to wrap.
@@ -45,9 +46,10 @@ def graphed(
         pool: memory to share with other wrappers; default: a new pool.
         options: settings of the capture.
         compile_up_to: use torch.compile for rungs up to this size.
-        threads: allow calls from several threads, which take turns and get copies of the results. Otherwise
-            a wrapper belongs to the thread that calls it first.
-        debug: check addresses before every replay, and detect the use of overwritten results.
+        results: "copied", or "guarded" to save the copy: results then are in memory that the next call of any
+            wrapper on the pool overwrites, and using one after that raises StaleOutputError. Such a wrapper
+            belongs to the thread that calls it first.
+        debug: check addresses before every replay.
     """
     mode = GraphMode.parse(mode)
     if not mode.is_runtime:
@@ -57,6 +59,9 @@ def graphed(
     batch_dim, compile_up_to = plain_int(batch_dim), plain_int(compile_up_to)
     if batch_dim < 0:
         raise ConfigError(f"batch_dim counts from the front and must not be negative, as {batch_dim} is")
+    kind = Results.parse(results)
+    if kind is Results.UNGUARDED:
+        raise ConfigError("results of a wrapper are copied or guarded; only a CudaGraphRunner has others")
     settings = Settings(
         ladder=Ladder.of(ladder),
         batch_dim=batch_dim,
@@ -65,7 +70,7 @@ def graphed(
         pads=dict(pads or {}),
         options=options or CaptureOptions(),
         compile_up_to=compile_up_to,
-        threads=threads,
+        results=kind,
         debug=debug,
     )
     return wrap(function, settings, pool)

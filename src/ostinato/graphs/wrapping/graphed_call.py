@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,21 +21,35 @@ from ..dispatching.step_mode import decided_step_mode, step_mode
 from ..errors import BatchError, CaptureError, ConfigError, VerifyError
 from ..inputs.buffers import Batch, InputBuffers
 from ..journal import writing_inference_tensors
+from ..memory import storage_address
 from ..report import Report
+from ..results import Results
 from ..runner import CudaGraphRunner
-from ..trees import map_tensors
 from .doctor import Diagnosis, diagnose
 from .entry import Entry, Settings
 from .first_run import FirstRun
+from .in_place import InPlace
 from .no_gradients import Differentiated, refusing_backward
 from .reached import Reached
-from .signature import EmptyBatchError, Examples, Signature, is_opaque, refuse_overlap
+from .signature import EmptyBatchError, Examples, Signature, is_opaque
 from .transforms import has_replaced_parameters, inside_transform, is_differentiated_by_torch
 
 logger = logging.getLogger("ostinato.graphs")
 
 
 _MOST_EQUAL_CHANGES = 8
+_WITH_GRADIENTS = (Reason.TRANSFORMED, Reason.WRITTEN_ARGUMENT)
+"""Why calls run eagerly in all that concerns gradients, too."""
+
+
+class Outcome(NamedTuple):
+    """What a graph makes of a call, where that is more than a result."""
+
+    result: Any
+    attributes: list[Any]
+    """What the function leaves in places of its own, in the order of these places."""
+    written: dict[str, torch.Tensor]
+    """The arguments that it writes in place, as it leaves them. They are here to be compared and checked."""
 
 
 class GraphedCall:
@@ -55,7 +69,7 @@ class GraphedCall:
         self._entries: list[Entry] = []
         self._shares_results = pool or self
         self.owner: threading.Thread | None = None
-        """The owner of the results that a call overwrites."""
+        """The owner of the guarded results that a call overwrites."""
         self._warned_of: set[str] = set()
         self.just_deleted: list[tuple[dict[str, Any], str, Any]] = []
         """The parameter or buffer last deleted through the wrapper, and its position."""
@@ -71,28 +85,33 @@ class GraphedCall:
             reason = Reason.DISABLED if mode is GraphMode.NONE else Reason.TRANSFORMED
             result = self._eagerly(reason, args, kwargs, differentiable=transformed)
             return refusing_backward(result, by) if by and not transformed else result
-        if self._shares_results.owner is not threading.current_thread():
+        owner = self._shares_results.owner
+        if owner is not threading.current_thread() and (owner is not None or self._overwrites):
             self._take_over()
-        if not self.settings.threads:
-            result = self._serve(args, kwargs)
-        else:
-            with turn:
-                result = map_tensors(torch.Tensor.clone, self._serve(args, kwargs))
+        with turn:
+            why_not, result = self._serve(args, kwargs)
+        if why_not is not None:
+            result = self._eagerly(why_not, args, kwargs, differentiable=why_not in _WITH_GRADIENTS)
         return refusing_backward(result, by) if by else result
+
+    @property
+    def _overwrites(self) -> bool:
+        """Whether a call overwrites the results of another one."""
+        return self.settings.results is not Results.COPIED
 
     def _take_over(self) -> None:
         """Make the calling thread the owner of the results: two threads would overwrite each other's."""
         owner = self._shares_results.owner
         if owner is not None and owner.is_alive():
             raise BatchError(
-                f"the results of this wrapper, or of others on its pool, belong to thread {owner.name}, and "
-                f"this call would overwrite them: pass threads=True to graphed() so that several threads get "
-                f"copies, or use a separate wrapper and pool for each thread"
+                f"the guarded results of this wrapper, or of others on its pool, belong to thread "
+                f"{owner.name}, and this call would overwrite them: use results='copied' for all wrappers on "
+                f"the pool, or a separate wrapper and pool for each thread"
             )
-        if not self.settings.threads:
-            self._shares_results.owner = threading.current_thread()
+        self._shares_results.owner = threading.current_thread() if self._overwrites else None
 
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Reason | None, Any]:
+        """The result of a call, or why it must run eagerly."""
         try:
             found = self._find(args, kwargs)
             if found is None and self._entries:
@@ -100,57 +119,53 @@ class GraphedCall:
                 reason = Reason.OPAQUE_ARGUMENT if opaque else Reason.UNSEEN_SIGNATURE
                 if not opaque and reason not in self._warned_of:
                     self._warn_once(reason, self._unlike_captured(args, kwargs))
-                return self._eagerly(reason, args, kwargs)
+                return reason, None
             if found is None and has_replaced_parameters():
-                return self._eagerly(Reason.TRANSFORMED, args, kwargs, differentiable=True)
+                return Reason.TRANSFORMED, None
             if found is None:
-                is_served, result = self._first_call(args, kwargs)
-                if is_served:
-                    return result
+                signature, batch = self.signature_of(args, kwargs)
+                if signature.opaque is not None:
+                    self._warn_once(signature.opaque, signature.opaque)
+                    return Reason.OPAQUE_ARGUMENT, None
+                first = self._capture(signature, batch, may_stay=True)
+                if first.stays:  # it cannot be undone: it was the call
+                    self.eager_steps[Reason.FIRST_CALL] += 1
+                    result, first.result = first.result, None  # it is the caller's alone
+                    return None, result
                 found = self._find(args, kwargs)
                 assert found is not None
         except EmptyBatchError:
-            return self._eagerly(Reason.EMPTY_BATCH, args, kwargs)
+            return Reason.EMPTY_BATCH, None
         entry, batch, shape = found
         is_standing = entry.is_standing()
         why_not = self._why_not(entry, is_standing)
         if why_not is not None:
             self._warn_of(why_not, entry)
-        if why_not is None:
-            decision = entry.runner.decide(shape)
-            why_not = decision.reason if decision.is_eager else None
-        if why_not is not None:
-            return self._eagerly(why_not, args, kwargs)
+            return why_not, None
+        decision = entry.runner.decide(shape)
+        if decision.is_eager:
+            return decision.reason, None
         if not ((is_standing or entry.reached.is_unchanged()) and entry.runner.reads_hold()):
             if has_replaced_parameters():
-                return self._eagerly(Reason.TRANSFORMED, args, kwargs, differentiable=True)
+                return Reason.TRANSFORMED, None
             self.check_addresses()
         if not is_standing and entry.num_equal_changes < _MOST_EQUAL_CHANGES:
             # Equal numbers, only other objects; or something was added that no code mentions.
             entry.num_equal_changes += 1
             entry.is_standing = entry.reached.standing(of_wrapper=True)
-        if entry.first.written:
-            refuse_overlap(batch, entry.first.written)
+        if (clash := entry.in_place.why_not(batch)) is not None:
+            self._warn_once(Reason.WRITTEN_ARGUMENT, clash)
+            return Reason.WRITTEN_ARGUMENT, None
         if self.settings.mode is GraphMode.FULL:
-            result = entry.runner.run(batch, shape)
+            outcome = entry.runner.run(batch, shape)
         else:
             with step_mode(GraphMode.NONE):  # eager calls between segments may hold wrappers of their own
-                result = entry.runner.run(batch, shape)
-        return entry.first.assigned.put(result) if entry.first.assigned else result
-
-    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Run the function once. Returns whether that was the call, because it cannot be undone, and its
-        result."""
-        signature, batch = self.signature_of(args, kwargs)
-        if signature.opaque is not None:
-            self._warn_once(signature.opaque, signature.opaque)
-            return True, self._eagerly(Reason.OPAQUE_ARGUMENT, args, kwargs)
-        with turn:
-            first = self._capture(signature, batch, may_stay=True)
-        if first.stays:
-            self.eager_steps[Reason.FIRST_CALL] += 1
-        result, first.result = first.result, None  # it is the caller's alone
-        return first.stays, result
+                outcome = entry.runner.run(batch, shape)
+        if not isinstance(outcome, Outcome):
+            return None, outcome
+        if entry.first.assigned:
+            entry.first.assigned.put(outcome.attributes)
+        return None, outcome.result
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures can be added the same way."""
@@ -282,8 +297,6 @@ class GraphedCall:
         self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], *, differentiable: bool = False
     ) -> Any:
         self.eager_steps[reason] += 1
-        if any(entry.first.written for entry in self._entries):  # a graph works on copies, too
-            args, kwargs = map_tensors(torch.Tensor.clone, (args, kwargs))
         below = GraphMode.PIECEWISE if self.settings.mode is GraphMode.FULL else GraphMode.NONE
         with ExitStack() as modes:
             modes.enter_context(step_mode(below))
@@ -332,7 +345,11 @@ class GraphedCall:
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
         surroundings = _autocast(runner.pool.device), reached.training()
         standing = reached.standing(of_wrapper=True)
-        self._entries.append(Entry(signature, runner, kept, first, reached, surroundings, standing))
+        used = {storage_address(tensor) for tensor in reached.tensors} | runner.storages_read()
+        in_place = InPlace(first.written, first.written_elsewhere, used)
+        if runner.graphs:
+            in_place.tell(batch)
+        self._entries.append(Entry(signature, runner, kept, first, in_place, reached, surroundings, standing))
         self.attributes_changed = False
         return first
 
@@ -354,12 +371,15 @@ class GraphedCall:
         self, pool: GraphPool, signature: Signature, batch: Batch, first: FirstRun
     ) -> CudaGraphRunner:
         settings, function, examples = self.settings, self.function, Examples(signature, batch)
-        assigned = first.assigned
+        assigned, written = first.assigned, first.written
 
         def step(**inputs: torch.Tensor) -> Any:
             with first.ran.noted():
                 result = signature.call(function, inputs)
-            return assigned.with_result(result) if assigned else result
+            if not (assigned or written):
+                return result
+            attributes = assigned.values() if assigned else []
+            return Outcome(result, attributes, {name: inputs[name] for name in written})
 
         is_full, limit = settings.mode is GraphMode.FULL, settings.ladder.limit
         describe = BatchDescriptor.decode if is_full else lambda size: BatchDescriptor(size, size)
@@ -377,6 +397,8 @@ class GraphedCall:
             output_dim=settings.batch_dim,
             rows_are_independent=False,
             compile_up_to=settings.compile_up_to,
+            results=settings.results,
+            written=first.written,
             debug=settings.debug,
         )
         runner.eager_steps = self.eager_steps

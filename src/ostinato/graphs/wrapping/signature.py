@@ -18,7 +18,6 @@ from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..errors import BatchError, ConfigError
 from ..inputs.buffers import Batch
 from ..inputs.fields import Extent, Field, Scalar
-from ..memory import byte_range
 from ..trees import Structure, flatten, flatten_with_names
 from ..trimming import same_constant
 
@@ -199,19 +198,6 @@ def _kind(tensor: torch.Tensor) -> str:
     if type(tensor) is not torch.Tensor:
         return type(tensor).__name__
     return "nested tensor" if tensor.is_nested else f"{tensor.layout} tensor of {tensor.dtype}"
-
-
-def refuse_overlap(batch: Batch, written: Sequence[str]) -> None:
-    """BatchError if an argument that the function changes in place shares memory with another one: a graph
-    has a copy of each, so that the other would not change with it."""
-    for name in written:
-        start, end = byte_range(batch[name])
-        for other, tensor in batch.items():
-            first, last = byte_range(tensor)
-            if other != name and tensor.device == batch[name].device and first < end and start < last:
-                raise BatchError(
-                    f"{name} and {other} share memory, but the function changes {name} in place: pass a clone"
-                )
 
 
 def _described(field: Field | None, constant: Any) -> str:
