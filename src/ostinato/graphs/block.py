@@ -137,7 +137,7 @@ def capture_block(
 
 
 class _Reads(DispatchMode):
-    """Sees which tensors from before a block are used in it; not inside compiled code, which stays compiled."""
+    """Sees which tensors from before a block are used in it, except in compiled code, which stays so."""
 
     def __init__(self) -> None:
         super().__init__()
