@@ -31,19 +31,20 @@ def why_not_in_a_graph(
     if error is None:
         optimizer.become_static()
         return None
-    where = raising_line(error.__traceback__)
     with optimizer.rates_as_numbers():
-        if _error_of_recording(optimizer, device, options) is None:
-            return CaptureError(
-                f"{type(optimizer.wrapped).__name__} needs its learning rate as a Python number, but a graph "
-                f"can read one that changes only from a tensor, as in p.sub_(update * group['lr']). Nothing "
-                f"is wrong with it",
-                where=where,
-            )
-    if isinstance(error, CaptureError):
-        return error
+        other = _error_of_recording(optimizer, device, options)
+    if other is None:
+        return CaptureError(
+            f"{type(optimizer.wrapped).__name__} needs its learning rate as a Python number, but a graph can "
+            f"read one that changes only from a tensor, as in p.sub_(update * group['lr']). Nothing is wrong "
+            f"with it",
+            where=raising_line(error.__traceback__),
+        )
+    if isinstance(other, CaptureError):  # and no doing of ours
+        return other
     return CaptureError(
-        f"its step fails while it is recorded with {type(error).__name__}: {error}".rstrip(": "), where=where
+        f"its step fails while it is recorded with {type(other).__name__}: {other}".rstrip(": "),
+        where=raising_line(other.__traceback__),
     )
 
 

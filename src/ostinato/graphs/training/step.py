@@ -94,7 +94,7 @@ class TrainStep:
             pool=self._pool,
             options=options,
         )
-        why_not = why_not_recorded(loss.modules)
+        why_not = why_not_recorded(loss.modules, self._device)
         if why_not is not None:
             self._graphs.refuse(why_not)
         self.optimizer_steps = 0

@@ -17,6 +17,10 @@ _HOST_KNOWS_WHO_IS_USED = (
     "DistributedDataParallel(find_unused_parameters=True) reads on the host, in every step, which parameters "
     "were used: leave it out, and out of the model what is never used"
 )
+_TIED_TO_THE_HOST = (
+    "DistributedDataParallel reads times of its steps on the host, and keeps autograd nodes that belong to "
+    "the default stream, which no CUDA graph may use: on a single GPU pass the module inside (model.module)"
+)
 
 
 class Unwrapped(NamedTuple):
@@ -66,11 +70,13 @@ def refuse_what_is_spread(modules: Sequence[torch.nn.Module]) -> None:
                 _refuse_subclass(f"{name}.{key}" if name else key, tensor)
 
 
-def why_not_recorded(modules: Sequence[torch.nn.Module]) -> str | None:
+def why_not_recorded(modules: Sequence[torch.nn.Module], device: torch.device) -> str | None:
     """Why steps of these models run eagerly, if it is a wrapper's doing."""
     ddp = torch.nn.parallel.DistributedDataParallel
-    finds = any(isinstance(m, ddp) and m.find_unused_parameters for _, m in _all_of(modules))
-    return _HOST_KNOWS_WHO_IS_USED if finds else None
+    replicas = [module for _, module in _all_of(modules) if isinstance(module, ddp)]
+    if replicas and device.type == "cuda":
+        return _TIED_TO_THE_HOST
+    return _HOST_KNOWS_WHO_IS_USED if any(each.find_unused_parameters for each in replicas) else None
 
 
 @contextmanager
