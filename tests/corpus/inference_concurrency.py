@@ -15,9 +15,9 @@ def network(world):
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(world.device).eval()
 
 
-@program("a pool of threads, threads=True", tags=["threads"])
+@program("a pool of threads, results held", tags=["threads"])
 def pool_of_threads(world: World):
-    f = world.graphed(network(world), ladder=[1, 2, 4], threads=True)
+    f = world.graphed(network(world), ladder=[1, 2, 4])
     batches = [world.randn(n, 4) for n in (3, 1, 4, 2, 3, 4, 2, 1)]
 
     def predict(x):
@@ -29,7 +29,7 @@ def pool_of_threads(world: World):
     world.diagnose(f, batches[0])
 
 
-@program("a pool of threads, not declared", tags=["threads"])
+@program("a pool of threads after a first call", tags=["threads"])
 def pool_not_declared(world: World):
     f = world.graphed(network(world), ladder=[1, 2, 4])
     batches = [world.randn(n, 4) for n in (3, 1, 4, 2)]
@@ -64,7 +64,7 @@ def worker_thread(world: World):
 
 @program("model captured in the main thread, served in a worker", tags=["threads"])
 def served_elsewhere(world: World):
-    f = world.graphed(network(world), ladder=[1, 2, 4], threads=True)
+    f = world.graphed(network(world), ladder=[1, 2, 4])
     with torch.no_grad():
         yield f(world.randn(2, 4)).clone()
     results = []
@@ -112,7 +112,7 @@ def event_loop(world: World):
 
 @program("asyncio.to_thread for every call", tags=["asyncio", "threads"])
 def to_thread(world: World):
-    f = world.graphed(network(world), ladder=[1, 2, 4], threads=True)
+    f = world.graphed(network(world), ladder=[1, 2, 4])
 
     def predict(x):
         with torch.inference_mode():
@@ -136,7 +136,7 @@ def state_in_threads(world: World):
             self.steps += 1
             return x * self.steps
 
-    f = world.graphed(Counter().to(world.device), ladder=[2, 4], threads=True)
+    f = world.graphed(Counter().to(world.device), ladder=[2, 4])
     with ThreadPoolExecutor(2) as pool:
         for n in (3, 4, 2, 4):
             yield pool.submit(f, world.randn(n, 2)).result()
@@ -163,7 +163,7 @@ def prefetch(world: World):
 
 @program("an exception in one thread does not disturb the others", tags=["threads", "exceptions"])
 def exception_in_thread(world: World):
-    f = world.graphed(network(world), ladder=[1, 2, 4], threads=True)
+    f = world.graphed(network(world), ladder=[1, 2, 4])
 
     def predict(x):
         try:

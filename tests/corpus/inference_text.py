@@ -269,7 +269,7 @@ def encoder(world: World):
             mask[:, 4:] = True
             yield f(world.randn(n, 6, 8), src_key_padding_mask=mask)[:, :4]
             yield f(world.randn(n, 6, 8))
-    world.diagnose(f, world.randn(3, 6, 8))
+    world.diagnose(f, world.randn(4, 6, 8), src_key_padding_mask=mask)
 
 
 @program("nn.Transformer, encoder and decoder with a causal mask", tags=["text", "attention"])
