@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from contract.steps import WIDTH, mlp, padded, randn, reasons, same, wrap
+from ostinato.graphs import ConfigError
 
 
 class Fussy(torch.nn.Module):
@@ -421,6 +422,7 @@ OF_OTHER_CLASSES = {
         torch.nn.Linear(WIDTH, WIDTH, device=device)
     ),
     "script": lambda device: torch.jit.script(mlp(device)),
+    "frozen script": lambda device: torch.jit.freeze(torch.jit.script(mlp(device))),
     "data parallel": lambda device: torch.nn.DataParallel(mlp(device)),
 }
 
@@ -436,7 +438,11 @@ def test_classes_that_are_made_in_ways_of_their_own_are_wrapped(device, kind):
         with torch.no_grad():
             assert torch.allclose(f(x), model(x), atol=1e-5)
     assert (reasons(f), f.report().replays) == ({}, 2)
-    if kind not in ("own __new__", "slots"):  # the others cannot be copied without a wrapper either
+    if kind not in (
+        "own __new__",
+        "slots",
+        "frozen script",
+    ):  # the others cannot be copied without a wrapper either
         twin = copy.deepcopy(f)
         assert isinstance(twin.unwrap(), torch.nn.Module)
         assert type(twin.unwrap()) is not type(twin)
@@ -453,3 +459,21 @@ def test_classes_that_are_made_in_ways_of_their_own_are_wrapped(device, kind):
         assert model.shift == 2.0
         with torch.no_grad():
             assert torch.allclose(f(x), model(x), atol=1e-5)
+            g = wrap(model)
+            g(x)
+            model._Slotted__scale = 5.0
+            assert torch.allclose(g(x), model(x), atol=1e-5)
+        assert reasons(g) == {"attribute-changed": 1}
+
+
+class Holding(torch.nn.Linear, dict):
+    pass
+
+
+def test_a_module_that_is_a_container_of_python_too_is_refused_by_name(device):
+    model = Holding(WIDTH, WIDTH, device=device)
+    with pytest.raises(ConfigError, match=r"cannot wrap a Holding.*graphed\(module.forward\)"):
+        wrap(model)
+    x = randn(3, WIDTH, device=device)
+    with torch.no_grad():
+        assert torch.allclose(wrap(model.forward)(x), model(x), atol=1e-5)

@@ -4,8 +4,7 @@ import array
 import contextvars
 import types
 from collections import deque
-from collections.abc import Collection
-from itertools import chain
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,19 @@ def identity(holder: Any) -> int:
     return id(holder.whole if isinstance(holder, PartOf) else holder)
 
 
+def slot_names(kind: type) -> Iterator[str]:
+    """The names of attributes that objects of a class keep outside `__dict__`."""
+    for base in kind.__mro__:
+        declared = vars(base).get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            is_private = name.startswith("__") and not name.endswith("__")
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{base.__name__.lstrip('_')}{name}" if is_private else name
+
+
 def slots_of(value: Any) -> list[str]:
     """The names of an object's slots that are filled."""
-    names = [getattr(base, "__slots__", ()) for base in type(value).__mro__]
-    listed = chain.from_iterable([name] if isinstance(name, str) else name for name in names)
-    return [name for name in listed if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return [name for name in slot_names(type(value)) if hasattr(value, name)]
 
 
 def items_of(holder: Any) -> list[tuple[Any, Any]]:

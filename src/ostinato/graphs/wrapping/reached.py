@@ -98,8 +98,11 @@ class Reached:
         return len(now) == len(self._code) and all(map(is_, now, self._code))
 
     def training(self) -> list[bool]:
-        """Which modules are in training mode."""
-        return list(map(_training, self.modules))
+        """Which modules are in training mode. What `torch.jit.freeze` made has none."""
+        try:
+            return list(map(_training, self.modules))
+        except AttributeError:
+            return [bool(getattr(module, "training", False)) for module in self.modules]
 
     def changed_values(self) -> list[str]:
         """The names of other Python values that are others now."""
@@ -281,7 +284,7 @@ def _add_module(found: Comparison, module: torch.nn.Module) -> None:
     if "training" in own:
         found.add_places([(own, "training", own["training"])])
     else:  # TorchScript
-        found.add_equal(lambda: module.training)
+        found.add_equal(lambda: getattr(module, "training", False))
     for hooks in HOOKS:
         if own.get(hooks):
             found.add_equal(lambda hooks=hooks: list(own[hooks].values()))  # type: ignore[misc]

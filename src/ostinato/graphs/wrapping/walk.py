@@ -208,6 +208,11 @@ class Walk:
         before, self._is_beside = self._is_beside, True
         for key in own.keys() - _OF_EVERY_MODULE:
             found |= self._note(f"{prefix}{key}", own, key, own[key])
+        slots = [key for key in slots_of(module) if key != "graph_call"]  # of our wrappers
+        if slots:
+            self._ways.add_owner(module, is_read_whole=is_read_whole(type(module)), is_own=True)
+        for key in slots:
+            found |= self._note(f"{prefix}{key}", module, key, getattr(module, key))
         self._is_beside = before
         return found
 

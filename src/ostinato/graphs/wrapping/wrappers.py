@@ -15,18 +15,20 @@ import copy
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..capturing.pool import GraphPool
 from ..checking.verify import Verification
+from ..errors import ConfigError
 from ..report import Report
 from ..trimming import same_constant
 from .doctor import Diagnosis
 from .entry import Settings
 from .graphed_call import GraphedCall
+from .holders import slot_names
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -160,7 +162,14 @@ def wrap(function: Callable[..., Any], settings: Settings, pool: GraphPool | Non
         return GraphedFunction(call)
     wrapped: Any = type(function)
     kind = _wrapper_class(wrapped)
-    wrapper = object.__new__(kind)
+    try:
+        wrapper = object.__new__(kind)
+    except TypeError as error:
+        raise ConfigError(
+            f"graphed() cannot wrap a {wrapped.__name__}, a module that is also a dict, list or the like and "
+            f"has contents outside of its attributes: wrap graphed(module.forward), or a function that "
+            f"calls it"
+        ) from error
     object.__setattr__(wrapper, "__dict__", vars(function))
     object.__setattr__(wrapper, "graph_call", call)
     return wrapper
@@ -174,22 +183,11 @@ def _wrapper_class(wrapped: type) -> Any:
         "__qualname__": wrapped.__qualname__,
         "__doc__": wrapped.__doc__,
         "__slots__": ("graph_call",),
-        **{name: _slot_of_the_module(name) for name in _slots(wrapped)},
+        **{name: _slot_of_the_module(name) for name in slot_names(wrapped) if name != "graph_call"},
     }
     metaclass = type(wrapped)
     builder = abc.ABCMeta if issubclass(metaclass, abc.ABCMeta) else type
     return builder.__new__(metaclass, wrapped.__name__, bases, place)
-
-
-def _slots(wrapped: type) -> Iterator[str]:
-    """The names of attributes that objects of a class keep outside `__dict__`."""
-    for each in wrapped.__mro__:
-        declared = vars(each).get("__slots__", ())
-        for name in (declared,) if isinstance(declared, str) else declared:
-            is_private = name.startswith("__") and not name.endswith("__")
-            full = f"_{each.__name__.lstrip('_')}{name}" if is_private else name
-            if full not in ("__dict__", "__weakref__", "graph_call"):
-                yield full
 
 
 def _slot_of_the_module(name: str) -> property:
