@@ -389,9 +389,12 @@ class Abstract(torch.nn.Linear, abc.ABC):
 
 
 class MadeFromArguments(torch.nn.Linear):
-    def __new__(cls, num_in, num_out, device):
-        assert num_in == num_out
+    def __new__(cls, width, device):
+        assert width == WIDTH
         return super().__new__(cls)
+
+    def __init__(self, width, device):
+        super().__init__(width, width, device=device)
 
 
 class Slotted(torch.nn.Linear):
@@ -414,7 +417,7 @@ def exported(device):
 OF_OTHER_CLASSES = {
     "fx": lambda device: torch.fx.symbolic_trace(mlp(device)),
     "export": exported,
-    "own __new__": lambda device: MadeFromArguments(WIDTH, WIDTH, device),
+    "own __new__": lambda device: MadeFromArguments(WIDTH, device),
     "metaclass": lambda device: Registered(WIDTH, WIDTH, device=device),
     "abstract": lambda device: Abstract(WIDTH, WIDTH, device=device),
     "slots": Slotted,

@@ -94,7 +94,15 @@ class GraphPool:
         self._memory: PoolMemory | None = None
         self._beside: dict[StorageWeakRef, int] = {}
         self._occupants: list[weakref.ref[Occupant]] = []
+        self._apart: weakref.WeakSet[GraphPool] = weakref.WeakSet()
         self.lent = Lent()
+
+    def apart(self) -> "GraphPool":
+        """Another pool with memory from the same source, for graphs whose memory no others may touch. It is
+        counted here."""
+        pool = GraphPool(self.device, memory=self._source)
+        self._apart.add(pool)
+        return pool
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Bytes on the pool's device, as uint8, for purposes that do not depend on graphs."""
@@ -124,7 +132,8 @@ class GraphPool:
     @property
     def bytes(self) -> int:
         """Bytes that graphs have taken from the device."""
-        return (self._memory.bytes if self._memory is not None else 0) + self.bytes_beside
+        own = self._memory.bytes if self._memory is not None else 0
+        return own + self.bytes_beside + sum(pool.bytes for pool in self._apart)
 
     @property
     def bytes_beside(self) -> int:

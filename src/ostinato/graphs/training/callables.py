@@ -48,8 +48,7 @@ def make_graphed_callables(
             arguments with another size along dimension 0 are taken as having none.
         num_warmup_iters: eager runs before recording, which leave no trace.
         allow_unused_input: allow parameters and inputs that get no gradient.
-        pool: memory shared with other graphs. One that replays between forward and backward makes the
-            backward raise.
+        pool: memory shared with other graphs, for what no backward needs.
         ladder: numbers of rows to capture, along dimension 0; default: that of the samples. Fewer rows are
             padded.
         in_flight: how many calls of each part may wait for their backward, each with memory of its own, as in
@@ -79,7 +78,7 @@ def make_graphed_callables(
     samples = tuple(sample if isinstance(sample, tuple) else (sample,) for sample in samples)
     pool = pool or GraphPool(_device_of(functions, samples))
     rungs = None if ladder is None else Ladder.of(ladder)
-    calls = InFlight(pool, len(functions), plain_int(in_flight or 1))
+    num_places = plain_int(in_flight or 1)
     parts = [
         GraphedPart(
             number,
@@ -88,16 +87,14 @@ def make_graphed_callables(
             kwargs,
             rungs,
             pool,
-            calls,
+            InFlight(number, num_places),
             may_wait=in_flight is None,
             guards_results=results == "guarded",
             allow_unused=allow_unused_input,
         )
         for number, (f, args, kwargs) in enumerate(zip(functions, samples, keywords, strict=True))
     ]
-    _capture(
-        [part.recorder for part in parts], calls.num_places, pool, CaptureOptions(warmups=num_warmup_iters)
-    )
+    _capture([part.recorder for part in parts], num_places, pool, CaptureOptions(warmups=num_warmup_iters))
     served = []
     for function, part in zip(functions, parts, strict=True):
         if isinstance(function, torch.nn.Module):
@@ -105,7 +102,6 @@ def make_graphed_callables(
         served.append(function if isinstance(function, torch.nn.Module) else part)
     for part in parts:
         part.settle()
-    calls.settle()
     return served[0] if is_single else tuple(served)
 
 
@@ -126,7 +122,7 @@ def _refuse_some(functions: Sequence[Any]) -> None:
 def _capture(
     parts: Sequence[PartRecorder], num_places: int, pool: GraphPool, options: CaptureOptions
 ) -> None:
-    """Largest capture size first; within a level all forwards, then all backwards."""
+    """Largest capture size first; see Note [Calls in flight]."""
     bridges = Bridges(pool.allocate)
     with (
         turn,
@@ -142,18 +138,12 @@ def _capture(
                 part.find_written(options)
             for part in parts:
                 part.find_dependence_on_the_batch(options)
-            for level in range(max(len(part.ladder) for part in parts)):
-                present = [(part, part.ladder[-1 - level]) for part in parts if level < len(part.ladder)]
-                for part, rung in present:
+            for part in parts:
+                for rung in reversed(part.ladder):
                     part.warm_up(rung, options.warmups, options)
-                places = range(num_places)
-                for place in places:
-                    for part, rung in present:
+                    for place in range(num_places):
                         part.record_forward(rung, place, bridges, options)
-                for place in reversed(places):
-                    for part, rung in reversed(present):
                         part.record_backward(rung, place, bridges, options)
-                for part, _ in present:
                     part.release()
 
 

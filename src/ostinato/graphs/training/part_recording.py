@@ -121,6 +121,8 @@ class PartRecorder:
             InputBuffers(fields, max_tokens=self.ladder.limit, device=pool.device, allocate=pool.allocate)
             for _ in range(num_places)
         ]
+        self.pools = [pool.apart() for _ in range(num_places)]
+        """The memory of each place: of the forward graphs alone."""
         self.pairs: dict[int, list[Pair]] = {}
         """By capture size, one for each place."""
         self.outputs = Trimmer(several_each=True)
@@ -252,7 +254,7 @@ class PartRecorder:
     def _run_backward(
         self, place: int, given: Sequence[torch.Tensor] | None, *, keeps_saved: bool
     ) -> list[torch.Tensor | None]:
-        """`keeps_saved`: keep what the forward saved alive, so that nothing else comes to lie there."""
+        """`keeps_saved`: free nothing of the forward's while this is recorded into another pool."""
         output, inputs = self._alive[place]
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         wanted = [tensor for tensor in (*inputs, *self.parameters) if tensor.requires_grad]
@@ -291,7 +293,7 @@ class PartRecorder:
         self.pairs.setdefault(rung, []).append(pair)
         self._fill(rung, place)
         pair.forward = record(
-            lambda: self._run_forward(rung, place), self._pool, options, bridges, piecewise=False
+            lambda: self._run_forward(rung, place), self.pools[place], options, bridges, piecewise=False
         )
         leaves, pair.structure = flatten(self._alive[place][0])
         pair.leaves = flatten(pair.forward.output)[0]
@@ -328,7 +330,7 @@ class PartRecorder:
         )
 
     def release(self) -> None:
-        """Everything of one level is recorded: smaller ones may use the memory."""
+        """Everything of one capture size is recorded: smaller ones may use the memory of their places."""
         self._alive.clear()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..capturing.autocast import AutocastState
 from ..capturing.gate import is_recording, turn
-from ..capturing.pool import GraphPool
+from ..capturing.pool import GraphPool, Lent
 from ..checking.addresses import moved_error
 from ..checking.stale import guarded_by
 from ..dispatching.descriptor import BatchShape
@@ -23,7 +23,7 @@ from ..inputs.buffers import Batch
 from ..trees import flatten
 from ..wrapping.signature import EmptyBatchError
 from ..wrapping.transforms import has_replaced_parameters, inside_transform
-from .in_flight import Call, InFlight, Lease
+from .in_flight import Call, InFlight
 from .part_recording import Pair, PartRecorder, Rows
 from .python_values import PythonValues
 
@@ -69,11 +69,10 @@ class GraphedPart:
             kwargs,
             ladder,
             pool,
-            num_places=in_flight.num_places,
+            num_places=len(in_flight),
             allow_unused=allow_unused,
         )
         self._places = self.recorder.places
-        self._levels: dict[int, int] = {}
         self._told: set[str] = set()
         self.eager_steps: Counter[Reason] = Counter()
         """Calls without a graph, by reason."""
@@ -81,11 +80,11 @@ class GraphedPart:
 
     def settle(self) -> None:
         """Called when all capture sizes are recorded, and a module has its new `forward`."""
-        self._levels = {rung: level for level, rung in enumerate(reversed(self.recorder.ladder))}
         self._places.note()
         self._values.note()
         self._surroundings = self._now()
-        self._pool.graphs.add(self)
+        for pool in (self._pool, *self.recorder.pools):
+            pool.graphs.add(self)
 
     @property
     def leaves(self) -> list[Any]:
@@ -132,7 +131,7 @@ class GraphedPart:
             if has_replaced_parameters():
                 return self._eagerly(Reason.TRANSFORMED, args, kwargs)
             raise moved_error(moved, "call make_graphed_callables again")
-        place = self._in_flight.free_place(self.number)
+        place = self._in_flight.free_place()
         if place is None:
             self._refuse_or_tell_of_calls_in_flight(batch)
             return self._eagerly(Reason.IN_FLIGHT, args, kwargs)
@@ -167,22 +166,13 @@ class GraphedPart:
 
     def _rung_for(self, rows: int) -> tuple[int | None, Reason]:
         """The capture size for so many rows, or why there is none now."""
-        ladder, level = self.recorder.ladder, self._in_flight.level
+        ladder = self.recorder.ladder
         rung = ladder.round_up(rows)
         if rung is None:
             self._tell(
                 f"a call has {rows} rows, more than the largest capture size {ladder.limit}", "see ladder="
             )
             return None, Reason.LARGER_THAN_MAX
-        if self._levels[rung] != level and self._in_flight.is_any():
-            # What smaller sizes save lies in the same memory.
-            rung = ladder[-1 - level] if level < len(ladder) else None
-            if rung is None or rung < rows:
-                self._tell(
-                    f"a call has {rows} rows while smaller calls wait for their backward",
-                    "call the largest one first",
-                )
-                return None, Reason.IN_FLIGHT
         if rows < rung and not self.recorder.is_padded:
             self._tell(
                 f"fewer rows than {rung}: its results depend on all rows together, or on how many there are, "
@@ -193,7 +183,7 @@ class GraphedPart:
         return rung, Reason.EXACT
 
     def _refuse_or_tell_of_calls_in_flight(self, batch: Batch) -> None:
-        places, number = self._in_flight.num_places, self.number
+        places, number = len(self._in_flight), self.number
         will_wait = torch.is_grad_enabled() and bool(
             self.recorder.parameters or any(tensor.requires_grad for tensor in batch.values())
         )
@@ -228,32 +218,32 @@ class GraphedPart:
     def _replayed(self, pair: Pair, place: int, batch: Batch, shape: BatchShape) -> Any:
         recorder = self.recorder
         rows = pair.rows(shape.num_tokens, recorder.outputs, recorder.written_arguments)
-        call, lease = self._in_flight.begin(self.number, place, self._levels[pair.descriptor.num_tokens])
+        call, lent = self._in_flight.begin(place)
         leaves = _Replay.apply(  # type: ignore[no-untyped-call]
-            self, pair, rows, call, lease, tuple(batch), *batch.values(), *recorder.parameters
+            self, pair, rows, call, lent, tuple(batch), *batch.values(), *recorder.parameters
         )
         self.replays += 1
         if self._guards_results:
             origin = f"part {self.number}"
             leaves = tuple(
-                guarded_by(leaf, lease, origin) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+                guarded_by(leaf, lent, origin) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
             )
         return pair.structure.filled(list(leaves))
 
-    def replay_forward(self, pair: Pair, rows: Rows, call: Call, lease: Lease, batch: Batch) -> list[Any]:
+    def replay_forward(self, pair: Pair, rows: Rows, call: Call, lent: Lent, batch: Batch) -> list[Any]:
         """The outputs without padded rows."""
         call.versions = [tensor._version for tensor in self.recorder.read_by_backward]
         with turn:
             self._pool.backend.order_replays()
             pair.buffers.fill_as(rows.plan, batch)
-            self._in_flight.overwrite()
             pair.forward.graph.replay()
             for name, value in rows.written.items():
                 batch[name].copy_(value)
             if not self._guards_results:
                 return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in rows.leaves]
         handed = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in rows.leaves]
-        lease.give_out([leaf.detach() for leaf in handed if isinstance(leaf, torch.Tensor)])
+        # Aliases, which do not hold the history that the results will get.
+        lent.outputs = [leaf.detach() for leaf in handed if isinstance(leaf, torch.Tensor)]
         return handed
 
     def replay_backward(
@@ -272,7 +262,7 @@ class GraphedPart:
                 whole.zero_()
             cut.copy_(gradient)
         assert pair.backward is not None
-        self._in_flight.overwrite()
+        self._pool.overwrite()
         pair.backward.graph.replay()
         made = iter(flatten(pair.backward.output)[0])
         gradients = []
@@ -301,9 +291,9 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Any, pair: Any, rows: Any, call: Any, lease: Any, names: Any, *tensors: Any
+        ctx: Any, part: Any, pair: Any, rows: Any, call: Any, lent: Any, names: Any, *tensors: Any
     ) -> Any:
-        leaves = part.replay_forward(pair, rows, call, lease, dict(zip(names, tensors, strict=False)))
+        leaves = part.replay_forward(pair, rows, call, lent, dict(zip(names, tensors, strict=False)))
         ctx.call = part, pair, rows, names, call
         plain = zip(leaves, pair.differentiable, strict=True)
         ctx.mark_non_differentiable(
