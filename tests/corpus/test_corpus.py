@@ -32,6 +32,8 @@ DIFFERENT = {
     "itertools.count and next in forward": "trial runs take from the iterator",
     "graph attention with scatter_reduce and a softmax by node": "padding joins a group of real rows",
     "default dtype switched to double": "torch's default type is not among what is noticed",
+    "state dictionary updated by the function": "replays put nothing into an argument's containers",
+    "hidden state written in place and returned as well": "an argument that is returned is another object",
     "one result returned twice": "one tensor returned twice comes back as two",
     "a parameter returned beside the result": "the parameter comes back as another tensor object",
 }
@@ -41,6 +43,7 @@ ALARMS = {
     "environment variable read in forward",
     "edges scattered to fixed nodes, edges are the batch",
     "n-body: every particle is a row",
+    "number of valid rows counted by a mask argument",
     "clicks counted per item with index_add",
     "per-tensor dynamic quantisation: the scale comes from the batch",
     "exponential moving average in a buffer",
