@@ -3,8 +3,8 @@
 python benchmarks/safe_results.py benchmarks/results/safe-results-h200.json
 
 One output of so many bytes, from 1 KB to 100 MB, of one row and of 256: microseconds of the CPU and of the
-device for a call. Then a steady call of a model of 12 layers, against a bare replay of its graph. `--small` for
-a machine without a GPU.
+device for a call. Then a steady call of a model of 12 layers, against a bare replay of its graph. `--small`
+is for a machine without a GPU.
 """
 
 import argparse

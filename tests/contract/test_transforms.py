@@ -129,3 +129,40 @@ def test_a_guarded_result_may_be_fed_back(device):
     f, module = captured(device, debug=True)
     x = randn(3, WIDTH, device=device)
     assert torch.allclose(f(f(x)), module(module(x)), atol=1e-5)
+
+
+class _Counting(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_sees_the_function(device):
+    f, module = captured(device)
+    x = randn(3, WIDTH, device=device)
+    with torch.no_grad(), _Counting() as counting:
+        assert torch.allclose(f(x), module(x), atol=1e-5)
+    assert counting.calls.count("linear") == 2
+    assert reasons(f) == {"inside-transform": 1}
+
+
+def test_a_default_device_costs_no_graphs(device):
+    f, module = captured(device)
+    x = randn(3, WIDTH, device=device)
+    with torch.no_grad():
+        wanted = module(x)
+        with torch.device(device):
+            assert torch.allclose(f(x), wanted, atol=1e-5)
+        try:
+            torch.set_default_device(device)
+            assert torch.allclose(f(x), wanted, atol=1e-5)
+            with _Counting() as counting:
+                f(x)
+        finally:
+            torch.set_default_device(None)
+    assert "linear" in counting.calls
+    assert reasons(f) == {"inside-transform": 1}

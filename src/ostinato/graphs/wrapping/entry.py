@@ -22,7 +22,7 @@ class Settings:
     """The settings of a wrapper and of its copies; see `graphed`."""
 
     ladder: Ladder
-    batch_dim: int
+    batch_dim: int | Mapping[str, int]
     mode: GraphMode
     shared: Sequence[str]
     pads: Mapping[str, Scalar]

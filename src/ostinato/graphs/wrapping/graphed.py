@@ -1,10 +1,11 @@
 """The one-line entry point: serves any function or module with a varying batch from captured graphs."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..capturing.pool import GraphPool
-from ..dispatching.ladder import Ladder, plain_int
+from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..errors import ConfigError
 from ..inputs.fields import Scalar
@@ -15,10 +16,10 @@ from .wrappers import wrap
 
 
 def graphed(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *,
     ladder: Ladder | Sequence[int],
-    batch_dim: int = 0,
+    batch_dim: int | Mapping[str, int] = 0,
     mode: GraphMode | str = GraphMode.FULL,
     shared: Sequence[str] = (),
     pads: Mapping[str, Scalar] | None = None,
@@ -37,9 +38,11 @@ def graphed(
     and `f.verify()` finds the others. Several threads may call a wrapper; their calls take turns.
 
     Args:
-        function: the function or module to wrap.
+        function: the function or module to wrap. Without it the call returns a decorator, for functions and
+            for methods in the body of a class: `@graphed(ladder=[1, 2, 4])`. Each object has its own graphs.
         ladder: the batch sizes to capture; other batches are padded to the next one.
-        batch_dim: the dimension of the arguments that counts the rows.
+        batch_dim: the dimension of the arguments that counts the rows; by name where arguments differ:
+            `{"state": 1}` (those not named: 0). Outputs may count theirs in any dimension.
         mode: FULL, or PIECEWISE to leave functions marked `@eager_boundary` outside the graphs.
         shared: names of arguments without a batch dimension.
         pads: what padded rows of an argument hold; default: 0.
@@ -54,11 +57,11 @@ def graphed(
     mode = GraphMode.parse(mode)
     if not mode.is_runtime:
         raise ConfigError(f"the mode of a wrapper must be NONE, PIECEWISE or FULL, not {mode.name}")
-    if not callable(function):
-        raise ConfigError(f"graphed() needs a function or module, not a {type(function).__name__}")
-    batch_dim, compile_up_to = plain_int(batch_dim), plain_int(compile_up_to)
-    if batch_dim < 0:
-        raise ConfigError(f"batch_dim counts from the front and must not be negative, as {batch_dim} is")
+    for dim in batch_dim.values() if isinstance(batch_dim, Mapping) else [batch_dim]:
+        if dim < 0:
+            raise ConfigError(f"batch_dim counts from the front and must not be negative, as {dim} is")
+    if isinstance(batch_dim, Mapping) and (both := sorted(set(batch_dim) & set(shared))):
+        raise ConfigError(f"{', '.join(both)} cannot be in batch_dim, because it is in shared")
     kind = Results.parse(results)
     if kind is Results.UNGUARDED:
         raise ConfigError("results of a wrapper are copied or guarded; only a CudaGraphRunner has others")
@@ -73,4 +76,28 @@ def graphed(
         results=kind,
         debug=debug,
     )
+    return _wrapped(function, settings, pool) if function is not None else _Decorator(settings, pool)
+
+
+class _Decorator:
+    """Wraps what it is called with."""
+
+    def __init__(self, settings: Settings, pool: GraphPool | None) -> None:
+        self._settings, self._pool = settings, pool
+
+    def __call__(self, function: Callable[..., Any]) -> Any:
+        return _wrapped(function, self._settings, self._pool)
+
+
+def _wrapped(function: Callable[..., Any], settings: Settings, pool: GraphPool | None) -> Any:
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(_wrapped(function.__func__, settings, pool))
+    if isinstance(function, type):
+        raise ConfigError(f"{function.__name__} is a class: wrap its objects, or decorate a method of it")
+    if not callable(function):
+        raise ConfigError(f"graphed() needs a function or module, not a {type(function).__name__}")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"{function.__name__} is a coroutine function: its work begins after the call. Wrap what it calls"
+        )
     return wrap(function, settings, pool)

@@ -65,7 +65,7 @@ class GraphedCall:
         self.attributes_changed = False
         """Whether an attribute was set through the wrapper since the capture."""
         self._differentiated = Differentiated(function)
-        self._pool = pool
+        self.given_pool = self._pool = pool
         self._entries: list[Entry] = []
         self._shares_results = pool or self
         self.owner: threading.Thread | None = None
@@ -394,7 +394,7 @@ class GraphedCall:
             options=settings.options,
             dummy=examples.dummy,
             make_batch=examples.random,
-            output_dim=settings.batch_dim,
+            output_dim=settings.batch_dim if isinstance(settings.batch_dim, int) else 0,
             rows_are_independent=False,
             compile_up_to=settings.compile_up_to,
             results=settings.results,

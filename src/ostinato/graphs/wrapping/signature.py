@@ -43,7 +43,6 @@ class Signature:
     """One per leaf; None for a constant."""
     constants: tuple[Any, ...]
     """One per leaf; None for a tensor."""
-    batch_dim: int
     opaque: str | None
     """Why no graph can serve such a call: the first argument that cannot be compared, or copied."""
 
@@ -54,16 +53,18 @@ class Signature:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        batch_dim: int,
+        batch_dim: int | Mapping[str, int],
         shared: Sequence[str],
         pads: Mapping[str, Scalar],
     ) -> "Signature":
-        """The signature of a call. `shared`: arguments without a batch; `pads`: padding by argument."""
+        """The signature of a call. `batch_dim`: where arguments count their rows, all or by name (others: 0).
+        `shared`: arguments without a batch; `pads`: padding by argument."""
         leaves, structure = flatten_with_names((args, _in_order(kwargs)))
         parameters = _parameter_names(function, len(args))
         named = _with_unique_names([(*_names(path, name, parameters), leaf) for path, name, leaf in leaves])
         known = {argument for argument, _, _ in named}
-        for name in (*shared, *pads):
+        dims = batch_dim if isinstance(batch_dim, Mapping) else {}
+        for name in (*shared, *pads, *dims):
             if name not in known:
                 raise ConfigError(f"this call has no argument {name!r}, only {', '.join(sorted(known))}")
         fields: list[Field | None] = []
@@ -80,18 +81,21 @@ class Signature:
                 opaque = opaque or f"{name} is a {_kind(leaf)}, and graphs support ordinary tensors only"
                 continue
             pad = pads.get(argument, False if leaf.dtype is torch.bool else 0)
-            if argument in shared or leaf.dim() <= batch_dim:
+            dim = dims.get(argument, 0) if isinstance(batch_dim, Mapping) else batch_dim
+            if argument in dims and leaf.dim() <= dim:
+                raise ConfigError(
+                    f"batch_dim says {argument} has dimension {dim}, but {name} has {leaf.dim()}"
+                )
+            if argument in shared or leaf.dim() <= dim:
                 fields.append(Field(name, leaf.dtype, tuple(leaf.shape), Extent.FIXED, pad))
             else:
-                row = tuple(leaf.shape[:batch_dim]) + tuple(leaf.shape[batch_dim + 1 :])
+                row = tuple(leaf.shape[:dim]) + tuple(leaf.shape[dim + 1 :])
                 may_write = argument in pads
-                fields.append(
-                    Field(name, leaf.dtype, row, Extent.TOKEN, pad, dim=batch_dim, may_write=may_write)
-                )
+                fields.append(Field(name, leaf.dtype, row, Extent.TOKEN, pad, dim=dim, may_write=may_write))
         if opaque is None and not any(field is not None and field.per is Extent.TOKEN for field in fields):
             raise BatchError(f"no tensor argument has a batch dimension {batch_dim}")
         constants = [None if isinstance(leaf, torch.Tensor) else leaf for *_, leaf in leaves]
-        return cls(structure, tuple(fields), tuple(constants), batch_dim, opaque)
+        return cls(structure, tuple(fields), tuple(constants), opaque)
 
     @property
     def functions(self) -> list[Any]:
@@ -151,7 +155,7 @@ class Signature:
             if field.per is Extent.TOKEN:
                 if leaf.dim() != len(field.shape) + 1:
                     return None
-                size = leaf.size(self.batch_dim)
+                size = leaf.size(field.dim)
                 rows = size if rows is None else rows
                 if size == 0:
                     raise EmptyBatchError(f"{field.name} is empty: a batch must have at least one row")

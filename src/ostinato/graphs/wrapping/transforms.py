@@ -4,17 +4,25 @@ import sys
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 
 def inside_transform() -> bool:
-    """Whether a transform of `torch.func`, forward-mode differentiation, a tracer or a dispatch mode is
-    active: a graph would be a constant to it."""
+    """Whether a transform of `torch.func`, forward-mode differentiation, a tracer, a dispatch mode or a
+    function mode is active: a graph would be a constant to it. `with torch.device(...)` and
+    `torch.set_default_device` are function modes, too, but do nothing to tensors that are there."""
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None
+        _has_function_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+def _has_function_mode() -> bool:
+    depth = torch._C._len_torch_function_stack()
+    return any(type(torch._C._get_function_stack_at(at)) is not DeviceContext for at in range(depth))
 
 
 def has_replaced_parameters() -> bool:

@@ -87,27 +87,61 @@ class GraphedFunction(_GraphControls):
 
     def __init__(self, call: GraphedCall) -> None:
         self.graph_call = call
+        self.name, self._place = getattr(call.function, "__name__", "?"), f"_graphed_{id(self)}"
+        """Where it is found in a class, and where an object keeps its own."""
         functools.update_wrapper(self, call.function, updated=())
 
     def __set_name__(self, owner: Any, name: str) -> None:
-        self._name = name
+        self.name, self._place = name, f"_graphed_{owner.__name__}_{name}"
 
     def __get__(self, instance: Any, owner: Any = None) -> "GraphedFunction":
         if instance is None:
             return self
-        if not hasattr(instance, "__dict__"):
+        place = self._place
+        found = getattr(instance, "__dict__", {}).get(place)
+        if isinstance(found, _GraphedMethod) and found.is_of(instance, self):
+            return found
+        method = _GraphedMethod(instance, self)
+        if isinstance(instance, type):  # a class method's
+            type.__setattr__(instance, place, method)
+        elif hasattr(instance, "__dict__"):
+            vars(instance)[place] = method
+        else:
             raise TypeError(f"{type(instance).__name__} has no __dict__: wrap the bound method of an object")
-        place = f"_graphed_{getattr(self, '_name', id(self))}"
-        if place not in vars(instance):
-            method = types.MethodType(self.graph_call.function, instance)
-            vars(instance)[place] = GraphedFunction(GraphedCall(method, self.graph_call.settings))
-        found: GraphedFunction = vars(instance)[place]
-        return found
+        return method
 
     def __getattr__(self, name: str) -> Any:
         if name == "graph_call":
             raise AttributeError(name)
         return getattr(self.graph_call.function, name)
+
+
+class _GraphedMethod(GraphedFunction):
+    """A decorated method of one object."""
+
+    def __init__(self, instance: Any, decorated: GraphedFunction) -> None:
+        call = decorated.graph_call
+        super().__init__(
+            GraphedCall(types.MethodType(call.function, instance), call.settings, call.given_pool)
+        )
+        self._instance, self._decorated = instance, decorated
+
+    def is_of(self, instance: Any, decorated: GraphedFunction) -> bool:
+        """Whether it belongs to this object: a shallow copy of an object has the wrappers of the original."""
+        return self._decorated is decorated and self._instance is instance
+
+    def __get__(self, instance: Any, owner: Any = None) -> "GraphedFunction":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy is that of the object's copy."""
+        return getattr, (self._instance, self._decorated.name)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(copy.deepcopy(self._instance, memo), self._decorated.name)
 
 
 class GraphedModule(_GraphControls):
