@@ -69,7 +69,7 @@ CAUSES = {
     "assigns state": (Assigns, cross_entropy, None, "assigning a new tensor to mean"),
     "alternates": (Alternates, cross_entropy, None, "different work"),
     "reads": (Reads, cross_entropy, None, "Tensor.item"),
-    "writes its input": (Writes, cross_entropy, None, "inputs in place"),
+    "writes its input": (Writes, cross_entropy, None, "in place, but in a copy"),
     "counts padding": (Around, mean_of_all, None, "what padding holds"),
     "weights": (Around, cross_entropy, weights_move, "weight"),
     "modes": (Around, cross_entropy, modes_alternate, "eval"),
@@ -90,6 +90,8 @@ def test_one_cause_is_one_warning(device, name, caplog):
         step(*batch)
     assert len(caplog.messages) == 1, caplog.messages
     assert words in caplog.text
+    if name in ("counts", "reads", "writes its input"):
+        assert "test_training_warnings.py:" in caplog.messages[0]
 
 
 def test_a_second_cause_is_named_too(device, caplog):

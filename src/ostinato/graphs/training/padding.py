@@ -33,7 +33,7 @@ from .batches import IGNORED, LENGTH_DIM, BatchKind
 from .gradients import leaves_behind, none_yet
 from .ignored_targets import why_not_ignored
 from .loss import Loss, Returned
-from .places import Written, written_by
+from .places import Written, writing_lines, written_by
 from .wrapped import without_reduction
 
 logger = logging.getLogger("ostinato.graphs")
@@ -127,9 +127,12 @@ class PaddingTrial:
         found: tuple[bool, str | None] = self._quietly(look)
         changed = [name for name, tensor in tensors.items() if tensor._version != before[name]]
         if changed:
+            lines = self._quietly(lambda: writing_lines(look, {name: tensors[name] for name in changed}))
             logger.warning(
-                "a step changes %s in place, but in a copy: the tensors that it is given stay unchanged",
+                "a step changes %s in place, but in a copy: the tensors that it is given stay unchanged. "
+                "Keep what steps update in a buffer%s",
                 ", ".join(changed),
+                f" (at {'; '.join(lines.values())})" if lines else "",
             )
         return found
 

@@ -1,11 +1,14 @@
 """Where the parameters and buffers of a model are, and what else of it a graph relies on."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
-from ..journal import WriteJournal
+from ..blame import calling_line
+from ..dispatch_mode import WatchingMode
+from ..journal import WriteJournal, writes, written_arguments
 from ..memory import storage_address, tensor_over
 from ..wrapping.standing import Comparison
 
@@ -108,6 +111,28 @@ def written_by(run: Callable[[], object], besides: Iterable[torch.Tensor]) -> Wr
     return Written(
         {f"written {number}": _whole(t) for number, t in enumerate(found)}, tuple(journal.generators)
     )
+
+
+class _WritingLines(WatchingMode):
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.found: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_arguments(func, args, kwargs or {}) if writes(func) else ():
+            name = self._names.get(storage_address(tensor))
+            if name is not None and name not in self.found and (line := calling_line()) is not None:
+                self.found[name] = line
+        return func(*args, **(kwargs or {}))
+
+
+def writing_lines(run: Callable[[], object], tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The first line of the user's that writes to each of these tensors."""
+    watching = _WritingLines({storage_address(tensor): name for name, tensor in tensors.items()})
+    with suppress(Exception), watching:
+        run()
+    return watching.found
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

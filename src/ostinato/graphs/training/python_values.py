@@ -4,8 +4,10 @@ A replay runs no Python, so a value changed since the capture would be ignored s
 everything that model and loss function reach is compared, by identity: see `standing.py`.
 """
 
+import dis
 import logging
 import re
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -20,6 +22,7 @@ from ..memory import storage_address
 from ..wrapping.holders import Key
 from ..wrapping.reached import Reached
 from ..wrapping.standing import Comparison
+from ..wrapping.user_code import is_users
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -134,11 +137,34 @@ class PythonValues:
         """Warn of what steps assign, once there are graphs that do not: eager steps do."""
         names, self._unnamed = self._unnamed, []
         if names:
+            lines = [line for name in names[:5] if (line := self._line_assigning(name)) is not None]
             logger.warning(
                 "every step assigns %s in Python: a replay runs no Python, leaves it unchanged, and uses "
-                "the value from the capture. Keep it in a buffer if it matters",
+                "the value from the capture. Keep it in a buffer if it matters%s",
                 ", ".join(names[:5]),
+                f" (at {', '.join(dict.fromkeys(lines))})" if lines else "",
             )
+
+    def _line_assigning(self, name: str) -> str | None:
+        """The first line that assigns this attribute in a finished object, if it is found."""
+        attribute = name.rpartition(".")[2]
+        for code in self._codes():
+            for instruction in dis.get_instructions(code):
+                is_it = instruction.opname == "STORE_ATTR" and instruction.argval == attribute
+                if is_it and instruction.positions is not None:
+                    return f"{code.co_filename}:{instruction.positions.lineno} in {code.co_name}"
+        return None
+
+    def _codes(self) -> Iterator[types.CodeType]:
+        modules = [m for root in self._roots if isinstance(root, torch.nn.Module) for m in root.modules()]
+        classes = dict.fromkeys(
+            kind for m in modules for kind in type(m).__mro__ if is_users(kind.__module__)
+        )
+        functions = [f for kind in classes for f in vars(kind).values()]
+        for function in (*functions, *self._roots):
+            code = getattr(getattr(function, "__func__", function), "__code__", None)
+            if isinstance(code, types.CodeType) and not code.co_name.endswith("init__"):
+                yield from (code, *(inner for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
     def note(self) -> None:
         """Record the present values as those that graphs have, or will have."""

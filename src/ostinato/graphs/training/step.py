@@ -290,7 +290,9 @@ class TrainStep:
             decision = runner.decide(shape)
             if not decision.is_eager:
                 self.check_addresses()
-                return map_tensors(torch.Tensor.clone, runner.run(batch, shape))
+                result = runner.run(batch, shape)
+                is_loss = isinstance(result, torch.Tensor)
+                return result.clone() if is_loss else map_tensors(torch.Tensor.clone, result)
             reason = decision.reason
         if reason is Reason.LARGER_THAN_MAX and self._is_ladder_made_up:
             longest = self._graphs.rungs.limit
