@@ -93,7 +93,8 @@ class GraphSet:
         )
         self._addresses = AddressBook()
         """What the graphs read besides their inputs."""
-        self._dummy, self._rows_are_independent, self._agree = dummy, rows_are_independent, agree
+        self._dummy, self._agree = dummy, agree
+        self.rows_are_independent = rows_are_independent
         self._output_rows = (output_dim, rows_per_request)
         self.outputs = self._new_trimmer()
         """Which rows of the outputs are real."""
@@ -357,7 +358,7 @@ class GraphSet:
         try:
             if is_cut:
                 self.outputs.check()
-            if new and not self._rows_are_independent and self._dummy is not None:
+            if new and not self.rows_are_independent and self._dummy is not None:
                 refuse_dependence_on_the_batch(self, self._dummy, works)
         except CaptureError as error:
             if self.options.strict:
@@ -365,7 +366,7 @@ class GraphSet:
             self.give_up(f"{type(error).__name__}: {error}")
 
     def _new_trimmer(self) -> Trimmer:
-        is_compared = not self._rows_are_independent and self._dummy is not None
+        is_compared = not self.rows_are_independent and self._dummy is not None
         return Trimmer(*self._output_rows, several_each=is_compared)
 
     def _agreed_on(self, new: list[GraphKey]) -> list[GraphKey]:

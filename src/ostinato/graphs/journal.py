@@ -23,11 +23,13 @@ from .blame import frames_now
 from .dispatch_mode import WatchingMode
 from .forbidden import Forbidden
 from .known_calls import refusal
-from .memory import byte_range, is_foreign, is_plain, settled, storage_address, tensors_of
-from .row_writes import Rows, hits_of, rows_of
+from .memory import byte_range, is_foreign, is_plain, settled, storage_address, tensor_over, tensors_of
+from .row_writes import Rows, hits_of, is_masked, rows_of
 
 aten = torch.ops.aten
 
+_SMALL = 1 << 20
+"""Bytes of storages that are saved as a whole."""
 _SWITCHES = frozenset(("dropout_p", "dropout", "train", "training"))
 """Arguments that are 0 or false where an op that can draw does not."""
 
@@ -39,6 +41,12 @@ _UNDECLARED_WRITES: dict[Any, tuple[int, ...]] = {
 
 _LIFTS = (aten.lift_fresh.default, aten.lift.default)
 """What makes a tensor of a number or a list."""
+
+_CASTS = (aten._to_copy.default,)
+
+
+def _is_cast_to_integers(given: torch.Tensor, made: list[torch.Tensor]) -> bool:
+    return given.is_floating_point() and not any(t.is_floating_point() or t.dtype is torch.bool for t in made)
 
 
 @cache
@@ -111,6 +119,8 @@ class Hits(NamedTuple):
     tensor: torch.Tensor
     counts: torch.Tensor | None
     """In a shape that can be broadcast to the tensor's; None if it wrote every element once."""
+    is_masked: bool = False
+    """Whether several entries for one element show as one."""
 
     @property
     def total(self) -> int:
@@ -205,8 +215,11 @@ class SavedWrites:
         if storage_address(tensor) not in self.written:
             self.written.add(storage_address(tensor))
             self.written_tensors.append(target)
+            self._save_whole(target)
         rows = rows_of(func, target, args, kwargs)
-        hits = Hits(target, hits_of(func, target, args, kwargs)) if self._counts_hits else None
+        hits = None
+        if self._counts_hits:
+            hits = Hits(target, hits_of(func, target, args, kwargs), is_masked(func, args, kwargs))
         if rows is None:
             saved = settled(target).clone()
             self._undo.append(lambda: settled(target).copy_(saved))
@@ -215,6 +228,14 @@ class SavedWrites:
             write, before = rows.write, rows.read(settled(target))
             self._undo.append(lambda: write(settled(target), before))
             self.regions.append(WrittenRegion(target, before, rows, hits))
+
+    def _save_whole(self, target: torch.Tensor) -> None:
+        """Saves everything of a small storage: what a wrong graph writes beside can be undone, too."""
+        storage = target.untyped_storage()
+        if storage.nbytes() <= _SMALL:
+            whole = tensor_over(storage, torch.uint8, (storage.nbytes(),), (1,))
+            saved = settled(whole).clone()
+            self._undo.append(lambda: settled(whole).copy_(saved))
 
     def _is_ignored(self, tensor: torch.Tensor) -> bool:
         start, end = byte_range(tensor)
@@ -245,6 +266,8 @@ class WriteJournal(SavedWrites, WatchingMode):
         """The ops in order, with what they were given besides tensors."""
         self.rounds_to_few_bits = False
         """Whether numbers of 16 bits or fewer were computed, whatever became of them."""
+        self.casts_to_integers = False
+        """Whether integers were made of numbers, which may be places."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -266,6 +289,7 @@ class WriteJournal(SavedWrites, WatchingMode):
         self.before(func, args, kwargs)
         result = func(*args, **kwargs)
         plain = [tensor for tensor in tensors_of(result) if is_plain(tensor)]
+        self.casts_to_integers |= func in _CASTS and _is_cast_to_integers(args[0], plain)
         self.rounds_to_few_bits |= any(t.is_floating_point() and t.itemsize <= 2 for t in plain)
         for tensor in self.after(given, plain):
             self._refs[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())

@@ -83,6 +83,15 @@ def rows_of(func: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mappin
     )
 
 
+def is_masked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call writes where a mask says: once, however many rows name a place."""
+    name = _name(func)
+    if name in _INDEX_PUTS:
+        indices = _given(func, args, kwargs)["indices"]
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return name in _MASKED
+
+
 def hits_of(
     func: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | None:

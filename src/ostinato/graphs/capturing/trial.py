@@ -66,6 +66,11 @@ class Trials:
         return any(journal.rounds_to_few_bits for journal in self._journals)
 
     @property
+    def casts_to_integers(self) -> bool:
+        """Whether an observed run made integers of numbers."""
+        return any(journal.casts_to_integers for journal in self._journals)
+
+    @property
     def regions(self) -> list[WrittenRegion]:
         """What the last observed run wrote of what was there before."""
         return self._journals[-1].regions if self._journals else []

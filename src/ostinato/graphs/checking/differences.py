@@ -9,6 +9,9 @@ left out that are equal and so large that rounding at their size would have swal
 Elements equal in both say nothing. Infinities and NaNs have to be the same.
 """
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 
 _CHUNK = 1 << 20
@@ -21,6 +24,25 @@ _REACH = 0.125
 """Part of the smallest step of a number below which rounding at its size does not reach."""
 _LOST = 1e-2
 """Of what a state held, as a part of its last digits, for it to be taken as a term of what it holds now."""
+
+_GROSS = {torch.float64: 1e-6, torch.complex128: 1e-6}
+_GROSS_OF_FEW_BITS = 0.1
+"""Fraction of an output's norm; a larger difference is not due to rounding."""
+_GROSS_IN_FULL, _GROSS_SHORTENED = 3e-4, 1e-2
+"""The same for float32 in full precision, and where TF32 is allowed: the batch size may decide which kernel
+runs, and so the rounding."""
+
+
+class Seen(Protocol):
+    """What was seen of a computation."""
+
+    @property
+    def work(self) -> Sequence[tuple[Any, str]]:
+        """Its operators."""
+
+    @property
+    def rounds_to_few_bits(self) -> bool:
+        """Whether it computed in 16 bits or fewer."""
 
 
 def difference(
@@ -119,3 +141,24 @@ def _typical(wanted: torch.Tensor, before: torch.Tensor | None, largest: float, 
     sizes = _sizes(wanted[::step].double(), None if before is None else before[::step].double())
     near = sizes[(sizes > 0) & (sizes * eps * _REACH <= largest)]
     return float(near.median()) if near.numel() else 0.0
+
+
+def gross(dtype: torch.dtype, device: torch.device, seen: Seen) -> float:
+    """The largest difference that rounding may cause in numbers of this type, in the runs that were seen."""
+    if dtype.itemsize <= 2 or seen.rounds_to_few_bits:  # float32 may be what bfloat16 was widened to
+        return _GROSS_OF_FEW_BITS
+    if dtype in _GROSS:
+        return _GROSS[dtype]
+    return _GROSS_SHORTENED if _may_be_shortened(device, seen.work) else _GROSS_IN_FULL
+
+
+def _may_be_shortened(device: torch.device, work: Sequence[tuple[Any, str]]) -> bool:
+    """Whether products of float32 may be computed with fewer digits, as torch is set."""
+    try:
+        if torch.get_float32_matmul_precision() != "highest":
+            return True
+        if device.type == "cpu" or not torch.backends.cudnn.allow_tf32:
+            return False
+    except RuntimeError:  # set in torch's newer way, which these questions do not know
+        return True
+    return any("conv" in str(op) or "cudnn" in str(op) for op, _ in work)

@@ -17,7 +17,8 @@ from ..inputs.buffers import Batch
 from ..inputs.fields import Extent, Field
 from ..journal import Hits, WrittenRegion
 from ..memory import byte_range, storage_address
-from .verify import Verifiable, eager_rows, shapes_to_try
+from .telling_batches import is_blank, is_number, padded_batch
+from .trial_rows import Verifiable, eager_rows, shapes_to_try
 
 Place = str | int
 """An argument by name, or the address of a storage."""
@@ -76,13 +77,13 @@ class HitPlaces(NamedTuple):
         free: torch.Tensor | None = None
         address = storage_address(region.tensor)
         if ours := [hit for place, hit in self.hits if place == address and hit.total]:
-            storage, size = region.tensor.untyped_storage(), region.tensor.itemsize
-            flat = torch.ones(storage.nbytes() // size, dtype=torch.bool, device=storage.device)
-            for hit in ours:
-                assert hit.counts is not None
-                _as(hit.tensor, flat).masked_fill_(hit.counts > 0, False)
-            free = _as(region.tensor, flat)
-            free = free.clone() if region.rows is None else region.rows.read(free)
+            if region.rows is not None and all(_is_same_view(hit.tensor, region.tensor) for hit in ours):
+                by_row = [
+                    (hit.counts == 0).expand(hit.tensor.shape) for hit in ours if hit.counts is not None
+                ]
+                free = torch.stack([region.rows.read(each) for each in by_row]).all(0)
+            else:
+                free = _painted(ours, region)
         if region.rows is not None and region.hits is not None and not region.rows.is_sum:
             assert region.hits.counts is not None
             once = region.rows.read((region.hits.counts < 2).expand(region.tensor.shape))
@@ -98,6 +99,21 @@ def argument_of(region: WrittenRegion, inputs: Mapping[str, torch.Tensor]) -> st
         if first <= start < last:
             return name
     return None
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and (one.shape, one.stride()) == (other.shape, other.stride())
+
+
+def _painted(hits: Sequence[Hits], region: WrittenRegion) -> torch.Tensor:
+    """The elements of a region that none of these hit, by a mask over the whole storage."""
+    storage, size = region.tensor.untyped_storage(), region.tensor.itemsize
+    flat = torch.ones(storage.nbytes() // size, dtype=torch.bool, device=storage.device)
+    for hit in hits:
+        assert hit.counts is not None
+        _as(hit.tensor, flat).masked_fill_(hit.counts > 0, False)
+    free = _as(region.tensor, flat)
+    return free.clone() if region.rows is None else region.rows.read(free)
 
 
 def _as(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
@@ -128,13 +144,28 @@ def refuse_writes_of_padding(
     shape: BatchShape,
     trials: Trials,
     alone: HitPlaces,
+    unknown: Sequence[str] = (),
 ) -> HitPlaces:
     """Raises CaptureError if padded rows write more than real rows do alone, unless they write where padding
-    that the caller chose says. Returns what they write there."""
+    that the caller chose says. Returns what they write there.
+
+    `unknown`: inputs whose values are all those of padding, in all rows that there are.
+    """
     padded = padded_hits(runner, graph, batch, shape, trials)
     before, now = alone.totals(), padded.totals()
     more = {place: number - before.get(place, 0) for place, number in now.items()}
     more = {place: number for place, number in more.items() if number > 0}
+    rowed = [field for field in runner.buffers.fields if field.per is not Extent.FIXED]
+    others = [field for field in rowed if not (field.may_write or is_number(field.dtype))]
+    blank = [field.name for field in others if is_blank(batch[field.name], field)]
+    rows = shape.num_reqs, graph.descriptor.num_reqs
+    if unknown and (masked := [hit.tensor for _, hit in padded.hits if hit.is_masked]):
+        names = " and ".join(unknown)
+        raise CaptureError(
+            f"padded rows may write to {_described(masked[0])} that outlives the call: that cannot be "
+            f"known, because in {names} all rows of the example hold what padding holds: capture with other "
+            f"values, declare pads= for {names}, or capture a graph for every size"
+        )
     if not more:
         return HitPlaces(())
 
@@ -142,24 +173,31 @@ def refuse_writes_of_padding(
         real = [field.name for field in fields]
         return padded_hits(runner, graph, batch, shape, trials, real=real)
 
-    rowed = [field for field in runner.buffers.fields if field.per is not Extent.FIXED]
     chosen = [field for field in rowed if field.may_write]
-    others = [field for field in rowed if not (field.may_write or is_number(field.dtype))]
-    unknown = [field for field in others if is_blank(batch[field.name], field)]
     allowed = padded.besides(hits_with(chosen)) if chosen else HitPlaces(())
-    if any(is_blank(batch[field.name], field) for field in chosen) and not unknown:
+    if any(is_blank(batch[field.name], field) for field in chosen) and not blank:
         # Real rows are where padding is. What the other inputs' padding writes is known all the same.
         rest = padded.besides(alone).besides(padded.besides(hits_with(others)))
         allowed = allowed if rest.total < allowed.total else rest
     excused = allowed.totals()
-    rows = shape.num_reqs, graph.descriptor.num_reqs
     for place, number in more.items():
         tensor = padded.tensor_at(place)
         if number <= excused.get(place, 0) or (place not in before and _is_of_this_size(tensor, rows[1])):
             continue
         by = [field for field in others if padded.besides(hits_with([field])).totals().get(place)]
-        raise CaptureError(_complaint(place, tensor, rows, [field.name for field in by or unknown]))
+        raise CaptureError(_complaint(place, tensor, rows, [field.name for field in by] or blank))
     return allowed
+
+
+def without_a_place(batch: Batch, fields: Sequence[Field]) -> list[str]:
+    """Inputs that may be places, whose padding nobody chose, and which look like padding in all rows."""
+    return [
+        field.name
+        for field in fields
+        if field.per is not Extent.FIXED
+        and not (field.may_write or is_number(field.dtype))
+        and is_blank(batch[field.name], field)
+    ]
 
 
 def _is_of_this_size(tensor: torch.Tensor, rows: int) -> bool:
@@ -167,9 +205,12 @@ def _is_of_this_size(tensor: torch.Tensor, rows: int) -> bool:
     return rows in tensor.shape and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
+def _described(tensor: torch.Tensor) -> str:
+    return f"a tensor {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
 def _complaint(place: Place, tensor: torch.Tensor, rows: tuple[int, int], addressed: list[str]) -> str:
-    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    what = f"argument {place}" if isinstance(place, str) else f"a tensor {kind} that outlives the call"
+    what = f"argument {place}" if isinstance(place, str) else f"{_described(tensor)} that outlives the call"
     more = f"{rows[0]} rows padded to {rows[1]} write more of it than {rows[0]} rows"
     told = f"padded rows write to {what}: {more}"
     if not addressed:
@@ -183,39 +224,3 @@ def _complaint(place: Place, tensor: torch.Tensor, rows: tuple[int, int], addres
         f"{told}. Where they write follows from {names}, whose padding nobody chose: declare "
         f"pads={{{pads}}} with a place that no real row uses, or capture a graph for every size"
     )
-
-
-def is_number(dtype: torch.dtype) -> bool:
-    """Whether no value of this type is a place."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def is_blank(value: torch.Tensor, field: Field) -> bool:
-    """Whether an input looks like padding."""
-    numbers = value if value.is_complex() else value.double()
-    return bool((numbers == field.pad).all())
-
-
-def padded_batch(
-    batch: Batch, fields: Sequence[Field], shape: BatchShape, full: BatchShape, *, real: set[str]
-) -> Batch:
-    """A batch of a graph's size: the given rows, then padding, or, in the inputs named in `real`, these rows
-    again."""
-    whole = dict(repeated(batch, fields, shape, full))
-    for field in fields:
-        if field.per is not Extent.FIXED and field.name not in real:
-            rows = batch[field.name].size(field.dim)
-            value = whole[field.name].clone()
-            value.narrow(field.dim, rows, value.size(field.dim) - rows).fill_(field.pad)
-            whole[field.name] = value
-    return whole
-
-
-def repeated(batch: Batch, fields: Sequence[Field], shape: BatchShape, full: BatchShape) -> Batch:
-    """The batch with its rows repeated in place of the padding."""
-    rows = dict(batch)
-    for field in fields:
-        if field.per is not Extent.FIXED:
-            index = torch.arange(full.num_tokens, device=batch[field.name].device) % shape.num_tokens
-            rows[field.name] = batch[field.name].index_select(field.dim, index)
-    return rows

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..capturing.trial import Trials
-from ..checking.batch_dependence import gross
+from ..checking.differences import gross
 from ..checking.fixed_draws import DrawsAreMixed, FixedDraws
-from ..checking.verify import dependence
+from ..checking.trial_rows import dependence
 from ..dispatching.descriptor import BatchDescriptor, BatchShape
 from ..inputs.buffers import Batch, InputBuffers
 from ..inputs.fields import Field

@@ -206,6 +206,11 @@ class GraphedCall:
         """Compare every graph with the eager function, on new inputs made from the first call's."""
         if not self._entries:
             raise VerifyError("there is nothing to verify: no call has been captured yet")
+        if not self.graphs():
+            causes = dict.fromkeys(self.report().failures.values())
+            raise VerifyError(
+                "\n  ".join(["nothing was checked, because no graph could be captured:", *causes])
+            )
         self.check_addresses()
         for entry in self._entries:
             if (reason := self._why_not(entry, entry.is_standing())) is not None:
@@ -215,11 +220,15 @@ class GraphedCall:
         before = [Reached(self.function, *entry.signature.functions, ran=()) for entry in self._entries]
         try:
             with step_mode(GraphMode.NONE):  # wrappers inside this one are part of its graph
-                outcomes = [entry.runner.verify(tolerance=tolerance, seed=seed) for entry in self._entries]
+                runners = [entry.runner for entry in self._entries if entry.runner.graphs]
+                outcomes = [runner.verify(tolerance=tolerance, seed=seed) for runner in runners]
         finally:
             for entry, state in zip(self._entries, before, strict=True):
                 state.put_back(entry.first.changes)
-        return Verification(tuple(check for outcome in outcomes for check in outcome.checks))
+        return Verification(
+            tuple(check for outcome in outcomes for check in outcome.checks),
+            tuple(note for outcome in outcomes for note in outcome.notes),
+        )
 
     def graphs(self) -> list[CapturedGraph]:
         """All captured graphs."""
@@ -393,7 +402,7 @@ class GraphedCall:
             pool=pool,
             options=settings.options,
             dummy=examples.dummy,
-            make_batch=examples.random,
+            make_batch=examples.drawn(pool.device),
             output_dim=settings.batch_dim if isinstance(settings.batch_dim, int) else 0,
             rows_are_independent=False,
             compile_up_to=settings.compile_up_to,

@@ -5,8 +5,8 @@ import inspect
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -223,18 +223,28 @@ class Examples:
         """As many rows as the rung has, repeating the example's."""
         return self._rows(torch.arange(descriptor.num_tokens, device="cpu"))
 
-    def random(self, shape: BatchShape, generator: torch.Generator) -> Batch:
-        """Rows drawn from the example, with noise on floating ones; integers anew, between its extremes."""
-        batch = dict(
-            self._rows(torch.randint(1 << 30, (shape.num_tokens,), generator=generator, device="cpu"))
-        )
+    def drawn(self, device: torch.device) -> "DrawnRows":
+        """What makes batches out of the example's rows. An integer that is illegal as an index ends the
+        process on CUDA, so none are drawn there: each row has those of one of the example's."""
+        names = {field.name for field in self._fields if _holds_integers(field)}
+        return DrawnRows(self, frozenset(names) if device.type == "cpu" else frozenset())
+
+    def random(
+        self, shape: BatchShape, generator: torch.Generator, redrawn: Collection[str], *, in_order: bool
+    ) -> Batch:
+        """Rows of the example, with noise on floating ones; integers of these names anew, between the least
+        and the largest seen. `in_order`: rows follow each other as in the example."""
+        rows = torch.arange(shape.num_tokens, device="cpu")
+        if not in_order:
+            rows = torch.randint(1 << 30, (shape.num_tokens,), generator=generator, device="cpu")
+        batch = dict(self._rows(rows))
         for field in self._fields:
             value, seen = batch[field.name], self._batch[field.name]
             if field.dtype.is_floating_point:
                 noise = torch.randn(value.shape, generator=generator, device="cpu")
                 noise = noise.to(value.device, value.dtype)
                 batch[field.name] = (value.double() + noise.double()).to(value.dtype)
-            elif field.per is Extent.TOKEN and field.dtype is not torch.bool and not field.dtype.is_complex:
+            elif field.name in redrawn and seen.numel():
                 drawn = torch.randint(
                     int(seen.min()), int(seen.max()) + 1, value.shape, generator=generator, device="cpu"
                 )
@@ -250,6 +260,35 @@ class Examples:
                 value = value.index_select(field.dim, index)
             chosen[field.name] = value
         return chosen
+
+
+@dataclass(frozen=True)
+class DrawnRows:
+    """Makes batches for `verify` out of the rows of one call."""
+
+    examples: Examples
+    redrawn: frozenset[str]
+    """Arguments whose integers are drawn anew."""
+    in_order: bool = False
+
+    def __call__(self, shape: BatchShape, generator: torch.Generator) -> Batch:
+        """A batch of this shape."""
+        return self.examples.random(shape, generator, self.redrawn, in_order=self.in_order)
+
+    def tamer(self, fails: Callable[["DrawnRows"], bool]) -> "tuple[DrawnRows, str] | None":
+        """What stays closer to that call, and what it no longer draws. `fails`: whether the function fails on
+        its batches. Integers that are legal each may be illegal together."""
+        if self.redrawn:
+            alone = [name for name in sorted(self.redrawn) if fails(replace(self, redrawn=frozenset([name])))]
+            spared = alone or sorted(self.redrawn)
+            said = f"integers of {', '.join(spared)} are those of the first call's rows"
+            return replace(self, redrawn=self.redrawn - set(spared)), said
+        return None if self.in_order else (replace(self, in_order=True), "rows are in the first call's order")
+
+
+def _holds_integers(field: Field) -> bool:
+    is_number = field.dtype.is_floating_point or field.dtype.is_complex or field.dtype is torch.bool
+    return field.per is Extent.TOKEN and not is_number
 
 
 def _in_order(kwargs: dict[str, Any]) -> dict[str, Any]:
