@@ -153,6 +153,8 @@ def warnings(caplog):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WRONG)
 def test_the_call_and_its_remedy_are_named_once_with_the_users_line(device, name, warnings):
+    if name == "packed" and device.type == "cuda":
+        pytest.skip("constant lengths in host memory can be captured there")
     make, arguments, called, remedy = WRONG[name]
     step, given = make(), arguments(device)
     step = step.to(device) if isinstance(step, nn.Module) else step

@@ -19,6 +19,7 @@ X = torch.arange(6.0).view(2, 3)
 FLAG = torch.tensor(True)
 COUNT = torch.tensor(2)
 OUTSIDE = torch.zeros(4)
+SPECTRUM = torch.stft(torch.ones(16), 4, return_complex=True, window=torch.ones(4))
 
 
 # One line each: the error must name that very line.
@@ -43,7 +44,17 @@ REFUSED = {
     "argwhere": lambda: torch.argwhere(X),
     "mask_read": lambda: X[X > 1],
     "mask_read_uint8": lambda: X[(X > 1).to(torch.uint8)],
-    "mask_write": lambda: X.__setitem__(X > 1, 0.0),
+    "mask_write": lambda: X.__setitem__(X > 1, X.max()),
+    "mask_write_many": lambda: X.__setitem__(X > 1, OUTSIDE),
+    "mask_write_and_index": lambda: X.__setitem__((X[:, 0] > 1, COUNT.view(1)), 0.0),
+    "masked_fill_with_a_result": lambda: X.masked_fill(X > 1, X.max()),
+    "index_fill_with_a_result": lambda: X.index_fill(0, COUNT.view(1) - 1, X.max()),
+    "histc_of_unknown_range": lambda: X.histc(4),
+    "svd": lambda: torch.linalg.svdvals(X),
+    "eigh": lambda: torch.linalg.eigvalsh(X @ X.T),
+    "pinv": lambda: torch.linalg.pinv(X),
+    "matrix_exp": lambda: torch.matrix_exp(X @ X.T),
+    "istft": lambda: torch.istft(SPECTRUM, 4),
     "masked_select": lambda: X.masked_select(X > 1),
     "unique": lambda: X.unique(),
     "unique_consecutive": lambda: X.unique_consecutive(),
@@ -148,6 +159,10 @@ ALLOWED = {
     "repeat_interleave": lambda: torch.repeat_interleave(X, COUNT.expand(2), dim=0, output_size=4),
     "repeat_interleave_int": lambda: X.repeat_interleave(2, dim=1),
     "masked_fill": lambda: X.masked_fill(X > 1, 0.0),
+    "masked_fill_with_a_constant": lambda: X.masked_fill(X > 1, torch.tensor(-1.0)),
+    "mask_write_of_a_number": lambda: X.clone().__setitem__(X > 1, 0.0),
+    "mask_write_in_a_dimension": lambda: X.clone().__setitem__((slice(None), X[0] > 1), 0.0),
+    "histc_of_known_range": lambda: X.histc(4, min=0, max=6),
     "where": lambda: torch.where(X > 1, X, 0.0),
     "nonzero_static": lambda: torch.nonzero_static(X, size=4),
     "shape_questions": lambda: X + len(X) + X.shape[1] + X.numel() + X.stride(0) + X.dim(),

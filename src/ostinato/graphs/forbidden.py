@@ -52,12 +52,17 @@ _REFUSED_FUNCTIONS = {
 
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _ONE_HOT = torch._C._nn.one_hot
+_ISTFT = "checks on the host that its window is not zero anywhere: do it outside of the captured step"
+_ISTFTS = {torch.istft, torch.Tensor.istft}
 _INDEXES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _OF_PYTHON_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
-WATCHED_FUNCTIONS = frozenset({*_REFUSED_FUNCTIONS, *_SPLITS, *_INDEXES, *_OF_PYTHON_DATA, _ONE_HOT})
+WATCHED_FUNCTIONS = frozenset(
+    {*_REFUSED_FUNCTIONS, *_SPLITS, *_INDEXES, *_OF_PYTHON_DATA, _ONE_HOT, *_ISTFTS}
+)
 """Functions that `forbidden_function` has to see."""
 
 _FOR_PYTHON = "returns the comparison of values to Python: use"
+_CONVERGES = "waits for its solver, which reports to the host: do it outside of the captured step"
 _DYNAMIC = "has a result whose shape depends on values:"
 _REFUSED_OPS: dict[str, str] = {
     "aten::_local_scalar_dense": _READ,
@@ -65,6 +70,13 @@ _REFUSED_OPS: dict[str, str] = {
     "aten::is_nonzero": _READ,
     "aten::_linalg_check_errors": "checks every row for errors, including padding: use the variant that "
     "returns them (torch.linalg.inv_ex, cholesky_ex, solve_ex, lu_factor_ex)",
+    "aten::_linalg_svd": _CONVERGES,
+    "aten::_linalg_eigh": _CONVERGES,
+    "aten::linalg_eig": _CONVERGES,
+    "aten::linalg_pinv": _CONVERGES,
+    "aten::linalg_matrix_exp": _CONVERGES,
+    "aten::linalg_lstsq": _CONVERGES,
+    "aten::_ctc_loss": "reads the lengths on the host: do it outside of the captured step",
     "aten::_pack_padded_sequence": "reads lengths on the host: pack outside of the captured step",
     "aten::_nested_tensor_from_mask_left_aligned": f"{_FOR_PYTHON} padded tensors",
     "aten::equal": f"{_FOR_PYTHON} torch.eq(...).all(), which stays a tensor",
@@ -93,6 +105,13 @@ _CLASSES = "looks for the largest value, to know the number of classes: pass num
 _NAMES = {
     "aten::_local_scalar_dense": "reading a value",
     "aten::_linalg_check_errors": "a function of torch.linalg",
+    "aten::_linalg_svd": "torch.linalg.svd",
+    "aten::_linalg_eigh": "torch.linalg.eigh",
+    "aten::linalg_eig": "torch.linalg.eig",
+    "aten::linalg_pinv": "torch.linalg.pinv",
+    "aten::linalg_matrix_exp": "matrix_exp",
+    "aten::linalg_lstsq": "torch.linalg.lstsq",
+    "aten::_ctc_loss": "ctc_loss",
     "aten::_pack_padded_sequence": "pack_padded_sequence",
     "aten::_unique": "unique",
     "aten::_unique2": "unique",
@@ -101,7 +120,11 @@ _NAMES = {
 _MASK_READ = (
     "indexes with a boolean mask, so its shape depends on values: use torch.where, which keeps the shape"
 )
-_MASK_WRITE = "writes through a boolean mask, which reads its values: use masked_fill_ or torch.where"
+_MASK_WRITE = (
+    "writes tensors through a boolean mask, which reads its values: use torch.where (a number may be written)"
+)
+_FILL = "reads the number to fill with into Python, which would wait for the device: use torch.where"
+_RANGE = "looks for the least and the largest value: pass min= and max="
 _MOVES = (
     "would change the memory of a tensor that existed before the capture, but a graph reads and writes fixed "
     "addresses: give the tensor its final size beforehand, or write into it with copy_"
@@ -113,7 +136,8 @@ _INDEX_READS = {aten.index, aten._unsafe_index}
 _INDEX_WRITES = {aten.index_put_, aten.index_put, aten._index_put_impl_, aten._unsafe_index_put}
 _LIFTS = {aten.lift_fresh, aten.lift}
 _COPIES = {aten.copy_, aten._to_copy}
-_LOOKED_AT = _INDEX_READS | _INDEX_WRITES | _LIFTS | _COPIES
+_FILLS = {aten.masked_fill, aten.masked_fill_, aten.index_fill, aten.index_fill_}
+_LOOKED_AT = _INDEX_READS | _INDEX_WRITES | _LIFTS | _COPIES | _FILLS | {aten.histc}
 _RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 
 
@@ -143,6 +167,18 @@ def _has_mask(indices: Any) -> bool:
     return any(index.dtype in _MASKS for index in tensors_of(indices))
 
 
+def _fills_by_mask(indices: Any, value: torch.Tensor, seen: Seen) -> bool:
+    """Whether writing through an index is filling by one mask with a number of the host's."""
+    num_indices = sum(index is not None for index in indices)
+    return num_indices == 1 and value.numel() == 1 and not _is_on_device(value, seen)
+
+
+def _is_on_device(value: torch.Tensor, seen: Seen) -> bool:
+    """Whether a number is in the device's memory. On a CPU: was computed in the step; what was there before,
+    or was made of a number, may be in host memory, where it can be read."""
+    return not value.is_cpu or seen.is_inside(value)
+
+
 @cache
 def _is_never_refused(func: Any) -> bool:
     """Whether `forbidden_op` has nothing to look at, whatever the arguments: so it is with most."""
@@ -161,7 +197,15 @@ def forbidden_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seen:
     if packet in _INDEX_READS:
         return Forbidden("tensor[mask]", _MASK_READ) if _has_mask(args[1]) else None
     if packet in _INDEX_WRITES:
-        return Forbidden("tensor[mask] = value", _MASK_WRITE) if _has_mask(args[1]) else None
+        is_refused = _has_mask(args[1]) and not _fills_by_mask(args[1], args[2], seen)
+        return Forbidden("tensor[mask] = value", _MASK_WRITE) if is_refused else None
+    if packet in _FILLS:
+        value = args[-1] if len(args) > 2 else kwargs.get("value")
+        is_read = isinstance(value, torch.Tensor) and _is_on_device(value, seen)
+        return Forbidden(f"{packet.__name__} with a number in a tensor", _FILL) if is_read else None
+    if packet is aten.histc:
+        least, largest = (tuple(args[2:4]) + (0, 0))[:2]
+        return Forbidden("histc", _RANGE) if least == largest else None
     if packet in _LIFTS:
         is_data = args[0].dim() > 0 and args[0].numel() > 0 and not seen.is_known(args[0])
         return Forbidden("a tensor of host data", _HOST_DATA) if is_data else None
@@ -198,6 +242,8 @@ def forbidden_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _forbidden_index(args[0], args[1])
     if func in _OF_PYTHON_DATA:
         return _of_a_number(func, args, kwargs)
+    if func in _ISTFTS:
+        return Forbidden("istft", _ISTFT)
     if func is _ONE_HOT and _classes(*args, **kwargs) < 0:
         return Forbidden("one_hot", _CLASSES)
     return None
