@@ -204,7 +204,7 @@ def forbidden_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seen:
         is_read = isinstance(value, torch.Tensor) and _is_on_device(value, seen)
         return Forbidden(f"{packet.__name__} with a number in a tensor", _FILL) if is_read else None
     if packet is aten.histc:
-        least, largest = (tuple(args[2:4]) + (0, 0))[:2]
+        least, largest = (*args[2:4], 0, 0)[:2]
         return Forbidden("histc", _RANGE) if least == largest else None
     if packet in _LIFTS:
         is_data = args[0].dim() > 0 and args[0].numel() > 0 and not seen.is_known(args[0])
