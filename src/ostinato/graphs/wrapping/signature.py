@@ -21,6 +21,7 @@ from ..inputs.fields import Extent, Field, Scalar
 from ..trees import Structure, flatten, flatten_with_names
 from ..trimming import same_constant
 
+_MISSING = object()
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), slice, range, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -43,6 +44,8 @@ class Signature:
     """One per leaf; None for a constant."""
     constants: tuple[Any, ...]
     """One per leaf; None for a tensor."""
+    given: tuple[int, tuple[str, ...]]
+    """How many arguments are given by position, and the names of the others in order."""
     opaque: str | None
     """Why no graph can serve such a call: the first argument that cannot be compared, or copied."""
 
@@ -95,7 +98,8 @@ class Signature:
         if opaque is None and not any(field is not None and field.per is Extent.TOKEN for field in fields):
             raise BatchError(f"no tensor argument has a batch dimension {batch_dim}")
         constants = [None if isinstance(leaf, torch.Tensor) else leaf for *_, leaf in leaves]
-        return cls(structure, tuple(fields), tuple(constants), opaque)
+        given = len(args), tuple(sorted(kwargs))
+        return cls(structure, tuple(fields), tuple(constants), given, opaque)
 
     @property
     def functions(self) -> list[Any]:
@@ -104,8 +108,9 @@ class Signature:
 
     @cached_property
     def is_flat(self) -> bool:
-        """Whether a call is nothing but tensors, one after the other: the commonest kind."""
-        return self.structure == flatten(((None,) * len(self.fields), {}))[1] and None not in self.fields
+        """Whether every argument is one tensor or one constant: the commonest kind of call."""
+        count, names = self.given
+        return self.structure == flatten(((None,) * count, dict.fromkeys(names)))[1]
 
     def same_as(self, other: "Signature") -> bool:
         """Whether calls of the one are calls of the other."""
@@ -135,10 +140,13 @@ class Signature:
 
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, BatchShape] | None:
         """The call's tensors by field name and their shape; None if the call has another signature."""
-        if self.is_flat and not kwargs and all(isinstance(value, torch.Tensor) for value in args):
-            if len(args) != len(self.fields):
+        count, names = self.given
+        if self.is_flat:
+            if len(args) != count or len(kwargs) != len(names):
                 return None
-            leaves: Sequence[Any] = args
+            leaves: Sequence[Any] = (
+                [*args, *(kwargs.get(name, _MISSING) for name in names)] if names else args
+            )
         else:
             leaves, structure = flatten((args, _in_order(kwargs)))
             if structure != self.structure:

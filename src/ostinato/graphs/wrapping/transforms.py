@@ -22,7 +22,9 @@ def inside_transform() -> bool:
 
 def _has_function_mode() -> bool:
     depth = torch._C._len_torch_function_stack()
-    return any(type(torch._C._get_function_stack_at(at)) is not DeviceContext for at in range(depth))
+    return depth > 0 and any(
+        type(torch._C._get_function_stack_at(at)) is not DeviceContext for at in range(depth)
+    )
 
 
 def has_replaced_parameters() -> bool:
