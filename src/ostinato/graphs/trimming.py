@@ -177,6 +177,10 @@ def same_constant(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, float | complex | np.inexact):
         return repr(a) == repr(b)
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(same_constant, a, b))
+    if type(a) is dict:
+        return list(a) == list(b) and all(map(same_constant, a.values(), b.values()))
     try:
         return bool(a == b)
     except Exception:  # arrays and tensors, and whatever else will not say: equal only if they are the same

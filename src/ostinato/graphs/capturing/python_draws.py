@@ -1,7 +1,7 @@
 """Random numbers of Python and NumPy: graphs do not draw them; replays would repeat those of the capture."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +25,23 @@ def generators() -> tuple[Any, ...]:
 @contextmanager
 def undone() -> Iterator[None]:
     """A context for trial runs: restores the generators, so that the actual step draws the same numbers."""
-    before, of_python, of_numpy = generators(), random.getstate(), np.random.get_state()
+    before, put_back = generators(), putting_back()
     try:
         yield
     finally:
         if generators() != before:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            put_back()
+
+
+def putting_back() -> Callable[[], None]:
+    """A function that sets both generators to where they are now."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+
+    def put_back() -> None:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+    return put_back
 
 
 @contextmanager

@@ -26,8 +26,9 @@ from ..results import Results
 from ..runner import CudaGraphRunner
 from ..trees import flatten
 from ..trimming import Trimmer
+from ..wrapping.reached import Reached
 from . import other_optimizers
-from .batches import LENGTH_DIM, BatchKind
+from .batches import IGNORED, LENGTH_DIM, BatchKind
 from .checkpointing import draws_are_kept
 from .gradients import Gradients
 from .loss import Loss
@@ -128,7 +129,7 @@ class GraphsByKind:
         """Register batches like this one; nothing is captured yet. `is_accumulating`: gradients of
         micro-batches are waiting for an update."""
         with self._values.put_back() as before:
-            self.kinds.append(self._new(inputs, targets, is_accumulating, before.tensors))
+            self.kinds.append(self._new(inputs, targets, is_accumulating, before))
         if not self.is_captured:
             self._values.note()
 
@@ -146,15 +147,18 @@ class GraphsByKind:
         for graphs in known:
             self.add(*graphs.kind.first(), is_accumulating=is_accumulating)
 
-    def _new(
-        self, inputs: Any, targets: Any, is_accumulating: bool, reached: list[torch.Tensor]
-    ) -> KindGraphs:
+    def _new(self, inputs: Any, targets: Any, is_accumulating: bool, before: Reached) -> KindGraphs:
         state = self._note_state(is_accumulating)
-        trial = PaddingTrial(self._loss, state, self._pool.backend, self._options, reached)
-        kind, refusal = trial.kind_of(inputs, targets)
+        trial = PaddingTrial(self._loss, state, self._pool.backend, self._options, before.tensors)
+        if (carries := before.why_closed()) is None:
+            kind, refusal = trial.kind_of(inputs, targets)
+        else:  # not even a trial, which would take what the steps are to take
+            kind = BatchKind(inputs, targets, target_pad=IGNORED, with_length=self._loss.takes_mask)
+            refusal = carries
         self._written.append(trial.written)
         batch, length = kind.matched(inputs, targets)
-        carries = self._values.why_no_graph(lambda: trial.journal_of(kind, batch))
+        if carries is None:
+            carries = self._values.why_no_graph(lambda: trial.journal_of(kind, batch))
         self._what_python_carries = self._what_python_carries or carries or trial.why_no_graph
         if self._ladder is None:
             self._ladder = Ladder([length])
@@ -246,7 +250,7 @@ class GraphsByKind:
         release_unused()  # activations of the eager update: graphs have their own pool
         try:
             with draws_are_kept(), self._optimizer.undone_in_python(), self._values.captured():
-                if self._values.are_assigned:
+                if self._values.are_assigned and self._what_python_carries is None:
                     self._note_what_is_written(is_accumulating)
                 for graphs in self.kinds:
                     missing = [key for key in self._keys() if key not in graphs.runner.failures]

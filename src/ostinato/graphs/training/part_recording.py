@@ -143,7 +143,9 @@ class PartRecorder:
         """Find out what the part writes when it runs and what its backward reads. Raises CaptureError if
         Python carries state over."""
         trials, rung = self._trials(options), self.ladder.limit
-        with self._values.put_back(), trials.undone():
+        with self._values.put_back() as before, trials.undone():
+            if (why := before.why_closed()) is not None:
+                raise CaptureError(f"part {self._number}: {why}")
             views = self._fill(rung, 0)
             own = [*self.places.buffers().values(), *views.values()]
             self._written = written_by(lambda: self._try(rung), besides=own)

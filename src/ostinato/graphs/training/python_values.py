@@ -83,6 +83,7 @@ class PythonValues:
         between = self._reached()
         addresses, drawn = [tensor.data_ptr() for tensor in between.tensors], python_draws.generators()
         journal = run()
+        carried = between.carried()
         assigned = self._name_assigned_since(between)
         pairs = zip(between.tensors, addresses, strict=True)
         moved = next((tensor for tensor, address in pairs if tensor.data_ptr() != address), None)
@@ -96,6 +97,11 @@ class PythonValues:
             )
         if python_draws.generators() != drawn:
             return python_draws.WHY_NOT
+        if carried:
+            return (
+                f"every step changes {', '.join(carried[:3])} in Python and looks at it, and a replay would "
+                f"not do: keep it in a tensor and change that in place, or do it outside of the step"
+            )
         again, known = run(), set(map(storage_address, between.tensors))
         if (again.work, again.reads.keys() & known) != (journal.work, journal.reads.keys() & known):
             return (

@@ -3,13 +3,19 @@
 import functools
 import opcode
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch
 
 _NAMED = frozenset(opcode.hasname)
 _EXTENDED = opcode.opmap["EXTENDED_ARG"]
+_IN_PLACE = 13
+"""The first of the numbers that say `+=` and the like."""
 _SHIFTS = {opcode.opmap["LOAD_GLOBAL"]: 1}
 """Instructions whose argument has flags below the number of the name."""
 if sys.version_info >= (3, 12):
@@ -51,6 +57,98 @@ def mentioned(code: types.CodeType) -> frozenset[str]:
     found = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
     inside = (mentioned(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(found.union(*inside))
+
+
+_OF_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
+_OF_PYTHON = sysconfig.get_path("stdlib")
+
+
+def is_read_from(code: types.CodeType) -> bool:
+    """Whether it is anybody's but torch's, Python's and ours."""
+    file = code.co_filename
+    is_pythons = file.startswith(_OF_PYTHON) and "site-packages" not in file
+    return not (is_pythons or file.startswith((_OF_TORCH, _OURS, "<frozen")))
+
+
+_LOADS = frozenset(name for name in opcode.opmap if name.startswith("LOAD_")) - {"LOAD_CLOSURE"}
+_FILLS = frozenset(("append", "appendleft", "extend", "add", "insert"))
+"""Methods that put something into a container and look at nothing in it."""
+
+
+@functools.cache
+def _instructions(code: types.CodeType) -> list[tuple[str, Any]]:
+    """Instructions with their names, or with their numbers."""
+    found: list[tuple[str, Any]] = []
+    raw, high = code.co_code, 0
+    for op, arg in zip(raw[::2], raw[1::2], strict=True):
+        if op == _EXTENDED:
+            high = (high | arg) << 8
+            continue
+        given: Any = high | arg
+        name, high = opcode.opname[op], 0
+        if name in ("CACHE", "PRECALL"):
+            continue
+        if op in _NAMED:
+            given = code.co_names[given >> _SHIFTS.get(op, 0)]
+        elif op in opcode.hasfree:
+            given = _local_names(code)[given]
+        elif op in opcode.hasconst:
+            given = code.co_consts[given]
+        found.append((name, given))
+    return found
+
+
+@functools.cache
+def _local_names(code: types.CodeType) -> tuple[str, ...]:
+    """Of variables, as instructions for those of closures number them."""
+    cells = tuple(name for name in code.co_cellvars if name not in code.co_varnames)
+    return code.co_varnames + cells + code.co_freevars
+
+
+@functools.cache
+def looks_at(code: types.CodeType, name: str) -> bool:
+    """Whether a function's code looks at what is called so. `self.n += 1` and `self.seen.append(x)` do not:
+    there is a change in place for every mention."""
+    if any(looks_at(constant, name) for constant in code.co_consts if isinstance(constant, types.CodeType)):
+        return True
+    steps = _instructions(code)
+    loads = changes = 0
+    for number, (op, given) in enumerate(steps):
+        if given != name or not isinstance(given, str):
+            continue
+        if op in _LOADS:
+            loads += 1
+            changes += _is_filled(steps[number + 1 :][:4]) or _is_counted(steps[number : number + 10], name)
+        elif op.startswith("STORE_"):
+            changes += _is_changed_in_place(steps[max(0, number - 2) : number])
+    return loads > changes
+
+
+def _is_changed_in_place(steps: list[tuple[str, Any]]) -> bool:
+    """`x.n += ...` or `n += ...`, whose result is stored next."""
+    if steps and steps[-1][0] == "SWAP":
+        steps = steps[:-1]
+    return bool(steps) and steps[-1][0] == "BINARY_OP" and bool(steps[-1][1] >= _IN_PLACE)
+
+
+def _is_counted(steps: list[tuple[str, Any]], name: str) -> bool:
+    """`x.n = x.n + 1`, `n = n + 1` or `x.n = getattr(x, "n", 0) + 1`, from where it is loaded."""
+    ahead = steps[3:] if [op for op, _ in steps[:3]] == ["LOAD_CONST", "LOAD_CONST", "CALL"] else steps[1:]
+    ops = [op for op, _ in ahead]
+    if len(ops) < 3 or ops[0] not in _LOADS or ops[1] != "BINARY_OP" or ahead[1][1] >= _IN_PLACE:
+        return False
+    op, given = next((step for step in ahead[2:] if step[0] not in _LOADS), ("", None))
+    return op.startswith("STORE_") and given == name
+
+
+def _is_filled(steps: list[tuple[str, Any]]) -> bool:
+    """`x.append(...)` or `x[key] += ...`, of which the first part is just loaded."""
+    if not steps:
+        return False
+    op, given = steps[0]
+    if op in ("LOAD_METHOD", "LOAD_ATTR") and given in _FILLS:
+        return True
+    return [op for op, _ in steps[1:4]] == ["COPY", "COPY", "BINARY_SUBSCR"]
 
 
 class Ran:

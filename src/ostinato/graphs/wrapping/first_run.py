@@ -56,10 +56,18 @@ class FirstRun:
         backend, ran = backend_for(device), self.ran
         trials = Trials(backend, generators=generators)
         before = Reached(function, *signature.functions, ran=())
+        self.written: tuple[str, ...] = ()
+        """Arguments that it changes in place."""
+        self.result: Any = None
+        """What it returned, if this run was the call."""
+        self.stays = self.writes_inference_tensors = False
+        self.refusal = before.why_closed()
+        if self.refusal is not None:
+            return
         given = set(map(storage_address, batch.values()))
         # A copy of what the function also reaches in another way is not the same to it.
         is_call, may_stay = may_stay, may_stay and given.isdisjoint(map(storage_address, before.tensors))
-        drawn = python_draws.generators()
+        drawn, put_back_draws = python_draws.generators(), python_draws.putting_back()
         changed = None
         try:
             try:
@@ -85,7 +93,6 @@ class FirstRun:
             self.stays = self.refusal is not None or (may_stay and trials.makes_state)
             own = {storage_address(copy) for copy in copies.values()}
             self.written = tuple(n for n, copy in copies.items() if trials.wrote(storage_address(copy)))
-            """Arguments that it changes in place."""
             self.reads = {storage_address(tensor) for tensor in trials.reads} - own
             is_known = self.refusal is None
             if trials.obstacle is not None:
@@ -103,8 +110,6 @@ class FirstRun:
                 self._look_twice(function, signature, batch, trials, second)
                 self.written_elsewhere |= second.written
             self.written_elsewhere |= trials.written - own
-            self.result: Any = None
-            """What it returned, if this run was the call."""
             if self.stays:
                 for name in {*self.written, *reshaped}:
                     _give_back(copies[name], batch[name], is_reshaped=name in reshaped)
@@ -121,6 +126,8 @@ class FirstRun:
         if not self.stays:
             trials.undo()
             before.put_back(self.changes)
+            if drawn != python_draws.generators():
+                put_back_draws()
 
     def _look_twice(
         self, function: Callable[..., Any], signature: Signature, batch: Batch, first: Trials, second: Trials
@@ -137,6 +144,7 @@ class FirstRun:
             copies = _copies(batch)
             _run(function, signature, copies, second, self.ran)
             self.changes, assigned = before.changed(), before.assigned()
+            carried = before.carried(self.ran.codes)
             carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})
             if carried_on is None and second.made_last() - assigned.storages():
                 carried_on = "a place that could not be found"
@@ -149,7 +157,12 @@ class FirstRun:
             before.put_back(before.changed())
         if self.refusal is not None:
             return
-        if carried_on is not None:
+        if carried:
+            self.refusal = (
+                f"the step changes {', '.join(carried[:3])} in Python at every call and looks at it, which a "
+                f"replay would not do: keep it in a tensor and change that in place, or do it outside"
+            )
+        elif carried_on is not None:
             self.refusal = (
                 f"the step keeps state by assigning a new tensor to {carried_on}, but replays use the old "
                 f"tensor: change it in place (copy_, index_copy_)"

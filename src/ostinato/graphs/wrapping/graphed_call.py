@@ -343,6 +343,8 @@ class GraphedCall:
             growing=first.grown | {holder for holder, _ in changed},
             ran=first.ran.codes,
         )
+        if runner.graphs and (why := reached.why_closed()) is not None:
+            runner.give_up(f"CaptureError: {why}")  # of an installed package's code, which had to run first
         if first.changes and runner.graphs:
             level = logging.WARNING if self.settings.debug else logging.INFO
             logger.log(

@@ -1,7 +1,11 @@
-"""What holds values in Python, and how to look there: dictionaries, lists, sets, closures, objects."""
+"""What holds values in Python, and how to look there: containers, closures, objects, buffers."""
 
 import array
 import contextvars
+import ctypes
+import mmap
+import pickle
+import random
 import types
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -11,8 +15,15 @@ import numpy as np
 
 MISSING = object()
 
-ARRAYS = (np.ndarray, array.array, bytearray)
+_OF_C: Any = ctypes.Structure.__mro__[1]
+"""What numbers, arrays and structures of `ctypes` are: also the values that processes share."""
+ARRAYS = (np.ndarray, array.array, bytearray, memoryview, mmap.mmap, _OF_C)
 """They hold one thing, their contents, and make it anew whenever it is asked for."""
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""So do they: a state."""
+CONTENTS = "contents"
+WHOLE = ("all entries",)
+"""The place in a large container that stands for all."""
 
 Key = tuple[int, Any]
 """A holder by identity, and a place in it."""
@@ -57,6 +68,8 @@ def items_of(holder: Any) -> list[tuple[Any, Any]]:
         return [("contents", item_of(holder, "contents"))]
     if isinstance(holder, list | tuple | deque):
         return list(enumerate(holder))
+    if isinstance(holder, (*ARRAYS, *GENERATORS)):
+        return [(CONTENTS, item_of(holder, CONTENTS))]
     if isinstance(holder, PartOf):
         return [(name, holder.whole[name]) for name in holder.names if name in holder.whole]
     if isinstance(holder, type):
@@ -67,12 +80,16 @@ def items_of(holder: Any) -> list[tuple[Any, Any]]:
 
 def item_of(holder: Any, key: Any) -> Any:
     """What stands there, or None."""
+    if key is WHOLE:
+        return dict(holder) if isinstance(holder, dict) else tuple(holder)
     if isinstance(holder, dict):
         return holder.get(key)
     if isinstance(holder, type):
         return vars(holder).get(key)
     if isinstance(holder, ARRAYS):
-        return bytes(holder) if isinstance(holder, bytearray) else holder.tobytes()
+        return _contents_of(holder)
+    if isinstance(holder, GENERATORS):
+        return _state_of(holder)
     if isinstance(holder, set):
         return key in holder or None
     if isinstance(holder, contextvars.ContextVar):
@@ -95,6 +112,10 @@ def put(holder: Any, key: Any, value: Any) -> None:
         holder.cell_contents = value
     elif isinstance(holder, PartOf):
         holder.whole[key] = value
+    elif isinstance(holder, ARRAYS):
+        _put_contents(holder, value)
+    elif isinstance(holder, GENERATORS):
+        _put_state(holder, value)
     elif isinstance(holder, set):
         holder.add(key)
     elif isinstance(holder, contextvars.ContextVar):
@@ -111,3 +132,38 @@ def drop(holder: Any, key: Any) -> None:
         holder.discard(key)
     else:
         delattr(holder, key)
+
+
+def _contents_of(holder: Any) -> Any:
+    if isinstance(holder, np.ndarray | array.array | memoryview):
+        return holder.tobytes()
+    return holder[:] if isinstance(holder, mmap.mmap) else bytes(holder)
+
+
+def _put_contents(holder: Any, value: bytes) -> None:
+    if isinstance(holder, np.ndarray):
+        if holder.dtype.hasobject:
+            return  # the objects themselves may be gone
+        holder[...] = np.frombuffer(value, holder.dtype).reshape(holder.shape)
+    elif isinstance(holder, _OF_C):
+        ctypes.memmove(ctypes.addressof(holder), value, len(value))
+    elif isinstance(holder, bytearray | mmap.mmap):
+        holder[:] = value
+    else:
+        memoryview(holder).cast("B")[:] = value
+
+
+def _state_of(holder: Any) -> Any:
+    is_pythons = isinstance(holder, random.Random)
+    return pickle.dumps(holder.getstate() if is_pythons else _of_bits(holder).state)
+
+
+def _put_state(holder: Any, value: Any) -> None:
+    if isinstance(holder, random.Random):
+        holder.setstate(pickle.loads(value))
+    else:
+        _of_bits(holder).state = pickle.loads(value)
+
+
+def _of_bits(holder: Any) -> Any:
+    return holder.bit_generator if isinstance(holder, np.random.Generator) else holder._bit_generator

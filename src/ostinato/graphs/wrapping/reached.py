@@ -21,6 +21,7 @@ after trial runs; what it assigns only in the first call was created once, and s
 """
 
 import functools
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
@@ -29,19 +30,42 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import dict_version
 from torch.nn.modules import module as torch_module
 
 from ..checking.addresses import moved_error
 from ..trees import tensors_in
 from ..trimming import same_constant
 from .assigned import Assigned
-from .holders import ARRAYS, MISSING, Key, drop, identity, item_of, items_of, put
+from .code_names import is_read_from, looks_at
+from .holders import ARRAYS, MISSING, WHOLE, Key, PartOf, drop, identity, item_of, items_of, put
 from .standing import Comparison
 from .user_code import is_called_by_python
 from .walk import HOOKS, Walk, has_memory
 from .ways import BY_ANY_NAME
 
 _address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+_KINDS_OF_ATTENTION = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+_STATE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    tuple,
+    list,
+    dict,
+    set,
+    torch.dtype,
+    torch.device,
+)
 _training, _dtype = attrgetter("training"), attrgetter("dtype")
 
 
@@ -64,13 +88,21 @@ class Reached:
         self._ignored = ignored
         walk = Walk(roots, reads, ignored, with_hooks_of, ran)
         self.modules = walk.modules
-        self._watched, self._values = walk.watched, walk.values
+        self.closed = walk.closed
+        """What code may use although nobody can compare or undo it, and why: names and causes."""
+        self._codes, self._objects = walk.codes, walk.objects
+        self._watched, self._numerics = walk.watched, numerics()
         self._of_objects, self._called_names = walk.of_objects, walk.called_names
         self._of_bound = walk.of_bound
-        self._tables, self._growing = walk.tables, walk.growing
+        self._tables, self._growing, self._containers = walk.tables, walk.growing, walk.containers
         self._attributes = [(who, *named, frozenset(named[1])) for who, named in walk.attributes.items()]
         self._not_growing = {owner for owner, _ in ignored} | set(growing)
+        self._values = [
+            entry for entry in walk.values if entry[1] is not WHOLE or id(entry[0]) not in self._not_growing
+        ]
         self._saved = [(name, holder, dict(items_of(holder))) for name, holder in walk.holders.values()]
+        dicts = [holder for _, holder, _ in self._saved if isinstance(holder, dict)]
+        self._versions = dict(zip(map(id, dicts), map(dict_version, dicts), strict=True))
         found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and has_memory(value)]
         self._geometry, self._code = _geometry_of(self.tensors), self._code_now()
@@ -106,6 +138,10 @@ class Reached:
 
     def changed_values(self) -> list[str]:
         """The names of other Python values that are others now."""
+        now = numerics()
+        return [name for name, value in self._numerics.items() if now[name] != value] + self._changed_values()
+
+    def _changed_values(self) -> list[str]:
         try:
             found = chain.from_iterable([look() for look, _ in self._value_looks])
             if all(map(is_, found, self._values_then)):
@@ -141,7 +177,10 @@ class Reached:
             found.add_equal(lambda: list(map(_address, tensors)))
         for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
             found.add_equal(functools.partial(list, table.values()))
+        found.add_equal(numerics)
         found.add_equal(functools.partial(_all_types, self.modules))
+        found.add_equal(functools.partial(_all_types, self._objects))
+        found.add_equal(lambda: list(map(id, map(vars, self._objects))))
         for module in self.modules:
             _add_module(found, module)
         counted = [*self._tables, *(attributes for _, _, attributes, _ in self._attributes), *self._growing]
@@ -202,20 +241,50 @@ class Reached:
 
     # -- around trial runs -------------------------------------------------------------------------
 
+    def _touched(self) -> Iterator[tuple[str, Any, dict[Any, Any]]]:
+        """What was saved, without dictionaries that nobody has changed."""
+        for name, holder, saved in self._saved:
+            if not isinstance(holder, dict) or dict_version(holder) != self._versions[id(holder)]:
+                yield name, holder, saved
+
     def changed(self) -> set[Key]:
         """Where something else stands now, or nothing any more, or something that did not."""
         found = set()
-        for _, holder, saved in self._saved:
+        for _, holder, saved in self._touched():
             now = dict(items_of(holder))
             for key in {**saved, **now}:
-                if now.get(key, MISSING) is not saved.get(key, MISSING):
+                if _is_other(now.get(key, MISSING), saved.get(key, MISSING)):
                     found.add((identity(holder), key))
         return found
+
+    def carried(self, ran: Collection[CodeType] | None = None) -> list[str]:
+        """The names of numbers and settings that are others now and that code looks at: what a run changes
+        and the next one may follow. `ran`: the code that counts; None: all that was found."""
+        codes = self._codes if ran is None else [code for code in ran if is_read_from(code)]
+        found = []
+        for prefix, holder, saved in self._touched():
+            now = dict(items_of(holder))
+            for key in {**saved, **now}:
+                value, was = now.get(key, MISSING), saved.get(key, MISSING)
+                if not _is_other(value, was) or same_constant(value, was) or not _is_state(value, was):
+                    continue
+                is_attribute = isinstance(holder, dict | type | PartOf) and id(holder) not in self._containers
+                name = key if is_attribute or hasattr(holder, "__slots__") else _last_name(prefix)
+                if not isinstance(name, str) or any(looks_at(code, name) for code in codes):
+                    found.append(f"{prefix}{key}" if is_attribute else prefix.rstrip(". "))
+        return list(dict.fromkeys(found))
+
+    def why_closed(self) -> str | None:
+        """Why no graph can do what uses something that nobody can compare or undo, if the code does."""
+        if not self.closed:
+            return None
+        name, why = self.closed[0]
+        return f"the step uses {name or 'something'}, which {why}: use it outside of the step"
 
     def assigned(self) -> Assigned:
         """Where tensors stand now that did not stand there."""
         places = []
-        for name, holder, saved in self._saved:
+        for name, holder, saved in self._touched():
             for key, value in items_of(holder):
                 was = saved.get(key, MISSING)
                 if value is not was and tensors_in(value):
@@ -226,13 +295,13 @@ class Reached:
         """The names of containers that have other entries now than before."""
         return [
             name.rstrip(". ") or "a global variable"
-            for name, holder, saved in self._saved
+            for name, holder, saved in self._touched()
             if dict(items_of(holder)).keys() != saved.keys()
         ]
 
     def put_back(self, keys: Collection[Key]) -> None:
         """Undo assignments at these places, and at no others: somebody else may have made those."""
-        for _, holder, saved in self._saved:
+        for _, holder, saved in self._touched():
             if isinstance(holder, list | deque):
                 if any(owner == id(holder) for owner, _ in keys):
                     holder.clear()
@@ -241,7 +310,7 @@ class Reached:
             for key, now in items_of(holder):
                 if (identity(holder), key) in keys and key not in saved:
                     drop(holder, key)
-                elif (identity(holder), key) in keys and now is not saved[key]:
+                elif (identity(holder), key) in keys and _is_other(now, saved[key]):
                     put(holder, key, saved[key])
             for key in saved.keys() - dict(items_of(holder)).keys():
                 if (identity(holder), key) in keys:
@@ -252,6 +321,8 @@ class Reached:
     def _code_now(self) -> list[Any]:
         tables = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
         found: list[Any] = list(chain.from_iterable(table.values() for table in tables))
+        for each in self._objects:
+            found += type(each), vars(each)
         for module in self.modules:
             own = vars(module)
             found += (type(module), own.get("forward"))
@@ -295,6 +366,37 @@ def _add_module(found: Comparison, module: torch.nn.Module) -> None:
         found.add_places([(own, "forward", own["forward"])])
     else:
         found.add_missing(own, "forward")
+
+
+def numerics() -> dict[str, Any]:
+    """Settings of torch's by which the same operations give other numbers."""
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "kinds of attention": tuple(ask() for ask in _KINDS_OF_ATTENTION),
+    }
+
+
+def _is_other(now: Any, was: Any) -> bool:
+    """Whether something else stands there: contents of arrays are made anew whenever they are asked for."""
+    return now is not was and not (isinstance(now, bytes) and isinstance(was, bytes) and now == was)
+
+
+def _is_state(value: Any, was: Any) -> bool:
+    """Whether it is a number, a setting or contents, no tensor and no object of a class."""
+    return all(
+        isinstance(each, _STATE) and not tensors_in(each) for each in (value, was) if each is not MISSING
+    )
+
+
+def _last_name(prefix: str) -> str:
+    """Of the attribute or variable by which a container is reached."""
+    return (
+        re.split(r"[.\[]", prefix.rstrip(". "))[-1]
+        if "[" not in prefix
+        else prefix.split("[")[0].split(".")[-1]
+    )
 
 
 def _geometry_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import RootGuardManager, TensorGuards, dict_version
 
-from .holders import MISSING, item_of
+from .holders import MISSING, WHOLE, item_of
 
 Place = tuple[Any, Any, Any]
 """A holder, a place in it, and what stands there."""
@@ -41,6 +41,7 @@ class Comparison:
         self._dicts: dict[int, _Dictionary] = {}
         self._empty: list[Any] = []
         self._lists: dict[int, tuple[list[Any], dict[int, Any]]] = {}
+        self._wholes: list[tuple[Any, tuple[Any, ...]]] = []
         self._sizes: list[tuple[Any, int]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._others: list[Place] = []
@@ -50,7 +51,9 @@ class Comparison:
     def add_places(self, places: Iterable[Place]) -> None:
         """The same object stands there."""
         for holder, key, value in places:
-            if isinstance(holder, dict | type):
+            if key is WHOLE and not isinstance(holder, dict):
+                self._wholes.append((holder, value))
+            elif isinstance(holder, dict | type):
                 self._dictionary(holder).places.append((key, value))
             elif type(holder) is list and type(key) is int:
                 self._lists.setdefault(id(holder), (holder, {}))[1][key] = value
@@ -97,6 +100,7 @@ class Comparison:
         sized, sizes = [list(column) for column in zip(*self._sizes, strict=True)] or ([], [])
         cells, contents = [list(column) for column in zip(*self._cells, strict=True)] or ([], [])
         holders, keys, values = [list(column) for column in zip(*self._others, strict=True)] or ([], [], [])
+        wholes = self._wholes
         empty, questions = list({id(each): each for each in self._empty}.values()), self._questions
         addresses, shapes = list(map(_address, self._tensors)), _Shapes(self._tensors)
         tensors = self._tensors
@@ -112,6 +116,7 @@ class Comparison:
                     and all(map(is_, chain.from_iterable(lists), elements))
                     and all(map(is_, map(_contents, cells), contents))
                     and all(map(is_, map(item_of, holders, keys), values))
+                    and all(_is_whole(holder, entries) for holder, entries in wholes)
                     and all(question() == answer for question, answer in questions)
                 )
             except (LookupError, AttributeError, ReferenceError, RuntimeError, ValueError):
@@ -137,7 +142,8 @@ class _Dictionary:
         """Whether they stand."""
         find = self.holder.get
         return (self.size is None or len(self.holder) == self.size) and all(
-            find(key, MISSING) is value for key, value in self.places
+            _is_whole(self.holder, value) if key is WHOLE else find(key, MISSING) is value
+            for key, value in self.places
         )
 
 
@@ -228,6 +234,12 @@ class _Shapes:
             return False
         self._guards = [_guards_of(self._tensors), *self._guards[: _MOST_MODES - 1]]
         return True
+
+
+def _is_whole(holder: Any, entries: Any) -> bool:
+    """Whether it has exactly these entries."""
+    is_same = len(holder) == len(entries) and all(map(is_, holder, entries))
+    return is_same and (not isinstance(holder, dict) or all(map(is_, holder.values(), entries.values())))
 
 
 def _guards_of(tensors: list[torch.Tensor]) -> TensorGuards:

@@ -9,11 +9,13 @@ import functools
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any, Generic, Protocol
 
 import torch
 
 from .code_names import mentioned, names_in
+from .holders import slots_of
 
 _NOT_USERS = {*sys.stdlib_module_names, "torch", "numpy", "ostinato", "transformers"} - {"__main__"}
 _INSTALLED = ("site-packages", "dist-packages")
@@ -28,6 +30,10 @@ _BASES = frozenset((object, torch.nn.Module, Generic, Protocol, *_CONTAINERS))
 """Their code reads no attribute but those that every module has."""
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace, threading.local)
 """Attributes and nothing else."""
+_TAKEN_FROM = frozenset(
+    ("_io._IOBase", "_queue.SimpleQueue", "socket.socket", "multiprocessing.connection._ConnectionBase")
+) | frozenset(("multiprocessing.queues.Queue", "multiprocessing.queues.SimpleQueue"))
+"""What gives everything once, besides iterators."""
 _CONFIGS = ("PretrainedConfig", "PreTrainedConfig")
 """What transformers' modules look at in every call."""
 _MAKES_OR_SHOWS = frozenset(
@@ -63,9 +69,38 @@ def is_read_whole(kind: type) -> bool:
     )
 
 
+def is_looked_through(kind: type) -> bool:
+    """Whether all attributes of such an object count although its code is not read: a logits processor of
+    transformers, an event of `threading`, a distribution of torch."""
+    package = (kind.__module__ or "").partition(".")[0]
+    if package == "torch":
+        return kind.__module__.startswith("torch.distributions.")
+    return package == "transformers" or (package in sys.stdlib_module_names and package != "logging")
+
+
 def is_namespace(value: Any) -> bool:
     """Whether it only holds settings, though no user wrote its class."""
     return isinstance(value, NAMESPACES) or any(base.__name__ in _CONFIGS for base in type(value).__mro__)
+
+
+def is_taken_from(value: Any) -> bool:
+    """Whether it gives each thing once, and nothing tells what it would give next: an iterator, a generator,
+    a file, a queue. Not one whose class is the user's: that is looked into."""
+    kind = type(value)
+    if any(value is stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
+        return False
+    if isinstance(value, Iterator):
+        return not (is_users(kind.__module__) and (hasattr(value, "__dict__") or bool(slots_of(value))))
+    return any(f"{base.__module__}.{base.__qualname__}" in _TAKEN_FROM for base in kind.__mro__)
+
+
+def is_closed(value: Any) -> bool:
+    """Whether nobody can look into it: an object of an extension in C, without attributes."""
+    kind = type(value)
+    package = (kind.__module__ or "").partition(".")[0]
+    if package in sys.builtin_module_names or not is_users(kind.__module__) or callable(value):
+        return False
+    return not hasattr(value, "__dict__") and not any("__slots__" in vars(base) for base in kind.__mro__)
 
 
 def may_grow(module: torch.nn.Module) -> bool:

@@ -3,6 +3,7 @@ and what else its code may look at."""
 
 import contextvars
 import functools
+import gc
 import logging
 import sys
 import types
@@ -12,21 +13,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..memory import storage_address
 from .code_names import mentioned, names_in
-from .holders import ARRAYS, Key, PartOf, item_of, items_of, slots_of
+from .holders import ARRAYS, CONTENTS, GENERATORS, WHOLE, Key, PartOf, item_of, items_of, slots_of
 from .user_code import (
     NAMESPACES,
     functions_in,
     is_called_by_python,
+    is_closed,
     is_data,
     is_descriptor,
+    is_looked_through,
     is_namespace,
     is_own,
     is_read_whole,
+    is_taken_from,
     is_users,
     may_grow,
     read_by_methods,
@@ -37,7 +40,10 @@ logger = logging.getLogger("ostinato.graphs")
 
 _MOST_OBJECTS = 50_000
 _LARGE = 256
-"""Entries of a container of plain values, or of an array: what has more is data."""
+"""Entries of a container of plain values: one that has more is compared as one thing."""
+_TOO_LARGE = 100_000
+_TOO_LARGE_ARRAY = 1 << 24
+"""Entries, and bytes, that are not compared at every call: a step that uses them is refused."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Where a module keeps them."""
@@ -46,7 +52,8 @@ _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumula
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, types.ModuleType)
 _CONTAINERS = (dict, list, tuple, deque, set)
-_AROUND_CONTAINERS = (UserDict, UserList, ChainMap)
+_VIEWS = tuple(map(type, ({}.keys(), {}.values(), {}.items())))
+_AROUND_CONTAINERS = (UserDict, UserList, ChainMap, types.MappingProxyType, *_VIEWS)
 
 
 class Walk:
@@ -66,6 +73,11 @@ class Walk:
         self.modules: list[torch.nn.Module] = []
         self.watched: list[tuple[Any, Any, Any, str]] = []
         self.values: list[tuple[Any, Any, Any, str]] = []
+        self._closed: list[tuple[Any, Any, str, str]] = []
+        self.objects: list[Any] = []
+        """Those with attributes, besides modules."""
+        self.codes: set[types.CodeType] = set()
+        """Of functions that were followed."""
         self.holders: dict[Any, tuple[str, Any]] = {}
         self._noted: dict[Key, Any] = {}
         self._seen: dict[int, Any] = {}  # holds what was seen: identities must not be used again meanwhile
@@ -98,10 +110,17 @@ class Walk:
             for holder, key, *rest in self.values
             if may_read(holder, key) or (isinstance(holder, type) and is_called_by_python(key))
         ]
+        self.closed = [(name, why) for holder, key, name, why in self._closed if may_read(holder, key)]
+        """What code may use although nobody can compare or undo it, and why."""
         read_of = {kind: read_by_methods(kind, self.called_names) for kind, _ in self._of_others}
         self.values += [entry for kind, entry in self._of_others if entry[1] in read_of[kind]]
+        self.containers = self._ways.containers()
         growing = self._ways.growing(self.called_names)
-        self.growing = [container for container in growing if id(container) in self.holders]
+        self.growing = [
+            container
+            for container in growing
+            if id(container) in self.holders and not isinstance(container, ARRAYS)
+        ]
         if len(self._seen) > _MOST_OBJECTS:
             logger.warning(
                 "the function reaches more than %d objects: changes to the others are not noticed",
@@ -155,10 +174,18 @@ class Walk:
             return self._follow_holder(f"{name}." if is_named else name, value) | self._follow_object(
                 name, value
             )
+        if isinstance(value, GENERATORS):
+            self.holders[id(value)] = name, value
+            return False
         if isinstance(value, ARRAYS):
             self._ways.add_container(value)
-            is_large = np.size(value) > _LARGE
-            return not is_large and self._note(name, value, "contents", item_of(value, "contents"))
+            contents = item_of(value, CONTENTS)
+            if len(contents) > _TOO_LARGE_ARRAY:
+                why = f"has {len(contents) >> 20} MiB, too many to compare at every call: use a tensor"
+                self._closed.append((value, CONTENTS, name, why))
+                return False
+            self.holders[id(value)] = name, value
+            return self._note(name, value, CONTENTS, contents)
         if isinstance(value, _AROUND_CONTAINERS):
             return self._visit(name, _inside(value)) | self._follow_object(name, value)
         found = self._follow_object(name, value)
@@ -168,12 +195,16 @@ class Walk:
 
     def _follow_object(self, name: str, value: Any) -> bool:
         kind = type(value)
+        if is_looked_through(kind) and not is_namespace(value) and hasattr(value, "__dict__"):
+            self._ways.add_container(vars(value))
+            return self._follow_holder(f"{name}.", vars(value))
         if not (is_users(kind.__module__) or is_namespace(value)):
             self._note_numbers(f"{name}.", getattr(value, "__dict__", {}), kind)
             return False
         found = False
         if hasattr(value, "__dict__"):
             self.of_objects.add(id(vars(value)))
+            self.objects.append(value)
             self._add_owner(f"{name}.", vars(value), kind)
             found = self._follow_holder(f"{name}.", vars(value))
         if slots_of(value) and not isinstance(value, _CONTAINERS):
@@ -238,6 +269,8 @@ class Walk:
                 self.holders[id(base)] = f"{base.__name__}.", base
                 self._add_owner(f"{base.__name__}.", base, base)
                 self._of_classes += [(base, key, entry) for key, entry in list(vars(base).items())]
+        if type(kind) is not type and is_users(type(kind).__module__):
+            self._follow_class(type(kind))
 
     def _follow_classes(self) -> None:
         """What may be looked at, whatever by; then also what made all this, and is over."""
@@ -275,12 +308,16 @@ class Walk:
         if not is_read:
             return found
         self._names |= names
+        self.codes.add(code)
         if vars(function):
             self._ways.add_owner(vars(function), is_read_whole=True, is_own=True)
             found |= self._follow_holder(f"{function.__name__}.", vars(function))
         defaults = function.__defaults__ or ()
         named = code.co_varnames[: code.co_argcount][-len(defaults) :]
         given = dict(zip(named, defaults, strict=False)) | (function.__kwdefaults__ or {})
+        if is_own(function.__module__):
+            for part in ("__code__", "__defaults__", "__kwdefaults__"):
+                self._note(f"{function.__name__}.{part}", function, part, getattr(function, part))
         for variable, default in given.items():
             found |= self._note(variable, (default,), 0, default)
         for variable in names_in(code, ("LOAD_GLOBAL", "LOAD_NAME")):
@@ -328,11 +365,20 @@ class Walk:
     def _follow_holder(self, name: str, holder: Any) -> bool:
         self._seen[id(holder)] = holder
         items = items_of(holder)
-        if len(items) > _LARGE and all(isinstance(value, _PLAIN) for _, value in items):
-            return False  # a vocabulary
+        is_large = len(items) > _LARGE and all(isinstance(value, _PLAIN) for _, value in items)
+        if is_large and isinstance(holder, tuple):
+            return False
+        if is_large and len(items) > _TOO_LARGE and not isinstance(holder, dict):
+            why = f"has {len(items)} entries, too many to compare at every call: use a tuple or a tensor"
+            self._closed.append((holder, WHOLE, name, why))
+            return False
         if not isinstance(holder, tuple):
             self.holders[id(holder)] = name, holder
         found = False
+        if is_large:
+            if not self._is_aside:
+                self.values.append((holder, WHOLE, item_of(holder, WHOLE), name.rstrip(". ")))
+            return False
         for key, value in items:
             found |= self._note(
                 f"{name}{key}" if isinstance(key, str) else f"{name}[{key}]", holder, key, value
@@ -342,8 +388,8 @@ class Walk:
     def _note(self, name: str, holder: Any, key: Any, value: Any) -> bool:
         if (id(holder), key) in self._ignored or isinstance(value, types.ModuleType):
             return False
-        if isinstance(_inside(value), (*_CONTAINERS, *ARRAYS)) and not self._is_aside:
-            self._ways.lead(holder, key, _inside(value))
+        if not self._is_aside:
+            self._note_way(name, holder, key, _inside(value))
         leads = self._visit(name, value) or (isinstance(value, torch.nn.Module) and not self._is_beside)
         if (self._is_aside and not leads) or self._noted.get((id(holder), key)) is holder:
             return leads
@@ -351,11 +397,27 @@ class Walk:
         (self.watched if leads else self.values).append((holder, key, value, name))
         return leads
 
+    def _note_way(self, name: str, holder: Any, key: Any, value: Any) -> None:
+        if isinstance(value, (*_CONTAINERS, *ARRAYS)):
+            self._ways.lead(holder, key, value)
+        elif is_taken_from(value):
+            why = f"is a {type(value).__name__}, which gives each thing once"
+            self._closed.append((holder, key, name, why))
+        elif is_closed(value):
+            why = f"is a {type(value).__name__}, which nobody can look into"
+            self._closed.append((holder, key, name, why))
+        elif is_looked_through(type(value)) and hasattr(value, "__dict__"):
+            self._ways.lead(holder, key, vars(value))
+
 
 def _inside(value: Any) -> Any:
     """The container that one of `collections` is wrapped around; anything else is itself."""
     if isinstance(value, UserDict | UserList):
         return value.data
+    if isinstance(value, _VIEWS):
+        value = value.mapping  # type: ignore[attr-defined]
+    if isinstance(value, types.MappingProxyType):
+        return gc.get_referents(value)[0]
     return value.maps if isinstance(value, ChainMap) else value
 
 

@@ -34,6 +34,10 @@ class Ways:
         """What stands in it is reached through it."""
         self._containers[id(container)] = container
 
+    def containers(self) -> set[int]:
+        """All of them, by identity."""
+        return set(self._containers)
+
     def lead(self, holder: Any, key: Any, value: Any) -> None:
         """A container stands there."""
         if id(holder) in self._owners:
@@ -58,9 +62,8 @@ class Ways:
         return may_read
 
     def growing(self, names: Collection[str]) -> list[Any]:
-        """Containers in which code that mentions these names would see a new entry, and a user made it:
-        what installed packages put away is no change."""
-        found = self._reached(lambda name, is_read_whole, is_own: not name or (is_own and name in names))
+        """Containers in which code that mentions these names would see a new entry."""
+        found = self._reached(lambda name, is_read_whole, is_own: not name or name in names)
         return [container for key, container in self._containers.items() if key in found]
 
     def _reached(self, leads: Callable[[str, bool, bool], bool]) -> set[int]:

@@ -1,0 +1,1 @@
+from contract.test_python_state import *  # noqa: F403
