@@ -97,16 +97,16 @@ class PythonValues:
             )
         if python_draws.generators() != drawn:
             return python_draws.WHY_NOT
-        if carried:
-            return (
-                f"every step changes {', '.join(carried[:3])} in Python and looks at it, and a replay would "
-                f"not do: keep it in a tensor and change that in place, or do it outside of the step"
-            )
         again, known = run(), set(map(storage_address, between.tensors))
         if (again.work, again.reads.keys() & known) != (journal.work, journal.reads.keys() & known):
             return (
                 f"two steps with the same inputs do different work, which is decided in Python: "
                 f"{', '.join(assigned[:5]) or 'by something that was not found'}. Keep it in a tensor"
+            )
+        if carried:
+            return (
+                f"every step changes {', '.join(carried[:3])} in Python and looks at it, and a replay would "
+                f"not do: keep it in a tensor and change that in place, or do it outside of the step"
             )
         return None
 

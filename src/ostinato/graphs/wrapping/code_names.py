@@ -71,6 +71,7 @@ def is_read_from(code: types.CodeType) -> bool:
 
 
 _LOADS = frozenset(name for name in opcode.opmap if name.startswith("LOAD_")) - {"LOAD_CLOSURE"}
+_OF_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"))
 _FILLS = frozenset(("append", "appendleft", "extend", "add", "insert"))
 """Methods that put something into a container and look at nothing in it."""
 
@@ -106,15 +107,22 @@ def _local_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.cache
-def looks_at(code: types.CodeType, name: str) -> bool:
-    """Whether a function's code looks at what is called so. `self.n += 1` and `self.seen.append(x)` do not:
-    there is a change in place for every mention."""
-    if any(looks_at(constant, name) for constant in code.co_consts if isinstance(constant, types.CodeType)):
+def looks_at(code: types.CodeType, name: str, *, attribute: bool, variable: bool) -> bool:
+    """Whether a function's code looks at an attribute or a variable of this name. `self.n += 1` and
+    `self.seen.append(x)` do not: there is a change in place for every mention."""
+    kinds = {"attribute": attribute, "variable": variable}
+    if any(
+        looks_at(constant, name, **kinds)
+        for constant in code.co_consts
+        if isinstance(constant, types.CodeType)
+    ):
         return True
     steps = _instructions(code)
     loads = changes = 0
     for number, (op, given) in enumerate(steps):
         if given != name or not isinstance(given, str):
+            continue
+        if op != "LOAD_CONST" and not (attribute if op in _OF_ATTRIBUTES else variable):
             continue
         if op in _LOADS:
             loads += 1

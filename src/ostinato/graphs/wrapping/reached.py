@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -269,8 +269,12 @@ class Reached:
                 if not _is_other(value, was) or same_constant(value, was) or not _is_state(value, was):
                     continue
                 is_attribute = isinstance(holder, dict | type | PartOf) and id(holder) not in self._containers
-                name = key if is_attribute or hasattr(holder, "__slots__") else _last_name(prefix)
-                if not isinstance(name, str) or any(looks_at(code, name) for code in codes):
+                is_own_place = is_attribute or hasattr(holder, "__slots__")
+                name = key if is_own_place else _last_name(prefix)
+                is_own_place = is_own_place and not isinstance(holder, PartOf)
+                is_variable = isinstance(holder, CellType)
+                kinds = {"attribute": not is_variable, "variable": is_variable or not is_own_place}
+                if not isinstance(name, str) or any(looks_at(code, name, **kinds) for code in codes):
                     found.append(f"{prefix}{key}" if is_attribute else prefix.rstrip(". "))
         return list(dict.fromkeys(found))
 
