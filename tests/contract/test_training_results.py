@@ -136,6 +136,8 @@ def test_each_micro_batch_of_an_accumulation_returns_its_results(device):
     [
         ("a mean over all", lambda logits, targets: (logits.argmax(-1) == targets).float().mean()),
         ("a sum of all", lambda logits, targets: logits.square().sum()),
+        ("a mean of all", lambda logits, targets: logits.mean((1, 2))),
+        ("the last position", lambda logits, targets: logits[:, -1]),
         ("a number of the shape", lambda logits, targets: targets.numel()),
         ("no length any more", lambda logits, targets: logits.flatten(0, 1)),
         ("always zero at first", lambda logits, targets: (logits.abs() > 1e6).float().mean()),

@@ -91,6 +91,8 @@ class ModelAndLoss:
         """See Note [Results that are zero at first]."""
         if not self._has_results:
             return None
+        if self._lengths[1] == 1:
+            return self._cannot_try("the first batch is too short")
         differs, silent = self._compared(one, other)
         if differs or not silent:
             return differs
@@ -100,7 +102,7 @@ class ModelAndLoss:
         )
         differs, still_silent = self._compared(padded, alone)
         for name in silent & still_silent:
-            return f"{name} is zero with the first batch, so padding could not be tried"
+            return f"{name} of the loss function is zero with the first batch, so padding could not be tried"
         return differs
 
     def _compared(self, one: "_Seen", other: "_Seen") -> tuple[str | None, set[str]]:
@@ -114,12 +116,11 @@ class ModelAndLoss:
                 silent.add(name)
             if difference(real, alone, floor=_NOTHING * 10 / self._of_losses) > self._of_losses:
                 shown = (
-                    f"{alone:.6g} without padding, {padded:.6g} with it" if padded.dim() == 0 else "others"
+                    f"is {alone:.6g} without padding and {padded:.6g} with it"
+                    if padded.dim() == 0
+                    else "has other values or another shape with padding"
                 )
-                return (
-                    f"{name}, which the loss function returns, has other values with padding ({shown})",
-                    silent,
-                )
+                return f"{name} of the loss function {shown}", silent
         return None, silent
 
     def _said_of(self, given: "_Given") -> tuple[list[Any], Structure]:
@@ -143,8 +144,12 @@ class ModelAndLoss:
         real = self._first(leaf)
         if real is leaf or not leaf.is_floating_point():
             return leaf
-        places = torch.arange(1, leaf.size(LENGTH_DIM) + 1, device=leaf.device) % real.size(LENGTH_DIM)
-        return real.detach().index_select(LENGTH_DIM, places).roll(1, 0)
+        length, all_positions = real.size(LENGTH_DIM), leaf.size(LENGTH_DIM)
+        places = torch.arange(1, length + 1, device=leaf.device) % length
+        moved = real.detach().index_select(LENGTH_DIM, places).roll(1, 0)
+        # Not in turn: whatever is averaged or taken from the end must show.
+        padding = real.detach().narrow(LENGTH_DIM, min(1, length - 1), 1)
+        return torch.cat([moved, *[padding] * (all_positions - length)], LENGTH_DIM)
 
     def _is_same_gradient(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         if one is None or other is None:

@@ -28,7 +28,8 @@ class Returned:
         if isinstance(self.whole, torch.Tensor):
             return []
         own = _loss_in(self.whole)
-        return [(name, leaf) for _, name, leaf in flatten_with_names(self.whole)[0] if leaf is not own]
+        named = flatten_with_names(self.whole)[0]
+        return [(f"result{name}", leaf) for _, name, leaf in named if leaf is not own]
 
     def handed_out(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """The same structure with the loss detached and every other tensor detached and changed."""
