@@ -412,6 +412,8 @@ def test_what_was_frozen_or_unfrozen_since_has_the_gradients_of_eager(device, ca
     ours(y).sum().backward()
     module(y.detach().requires_grad_()).sum().backward()
     assert y.grad is not None
+    assert caplog.text.count("in another mode than at the capture") == 1
+    assert "step.capture" not in caplog.text  # which parts do not have
     assert "frozen or unfrozen" in caplog.text
     assert "requires a gradient and did not in the samples" in caplog.text
 

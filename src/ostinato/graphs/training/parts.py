@@ -59,6 +59,8 @@ class GraphedPart:
         self._values = PythonValues(
             function if self._module else self.function,  # its own hooks run around it, parameters' after it
             with_hooks_of=lambda owner: isinstance(owner, torch.nn.Module) and owner is not function,
+            runs=f"calls of part {number}",
+            capture_again="make_graphed_callables()",
         )
         self.recorder = PartRecorder(
             number,
@@ -154,8 +156,6 @@ class GraphedPart:
             self._tell("autocast is not as at the capture", _CAPTURE_AGAIN)
             return Reason.AUTOCAST_CHANGED
         if (changed := self._values.why_changed()) is not None:
-            if changed is Reason.TRAINING_MODE_CHANGED:
-                self._tell("train() or eval() was called since the capture", _CAPTURE_AGAIN)
             return changed
         if wanted != self._surroundings[1]:
             if has_replaced_parameters():

@@ -33,8 +33,16 @@ _PARAMETER_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_
 class PythonValues:
     """What a model and a loss function use besides tensors."""
 
-    def __init__(self, *roots: Any, with_hooks_of: Callable[[Any], bool] = lambda owner: True) -> None:
-        """`with_hooks_of`: the modules and tensors whose gradient hooks a graph calls."""
+    def __init__(
+        self,
+        *roots: Any,
+        with_hooks_of: Callable[[Any], bool] = lambda owner: True,
+        runs: str = "steps",
+        capture_again: str = "step.capture(inputs, targets)",
+    ) -> None:
+        """`with_hooks_of`: the modules and tensors whose gradient hooks a graph calls. `runs`,
+        `capture_again`: what warnings call that which runs, and the call that captures it again."""
+        self._runs, self._capture_again = runs, capture_again
         self._roots, self._with_hooks_of = roots, with_hooks_of
         self._named_assigned: set[str] = set()
         self._unnamed: list[str] = []
@@ -187,8 +195,10 @@ class PythonValues:
         if reached.training() != self._training:
             if not quietly and self._not_told(["train() or eval()"]):
                 logger.warning(
-                    "steps run eagerly while a module is in another mode than at the capture, train() or "
-                    "eval(): call step.capture(inputs, targets) to capture this one instead"
+                    "%s run eagerly while a module is in another mode than at the capture, train() or "
+                    "eval(): call %s to capture this one instead",
+                    self._runs,
+                    self._capture_again,
                 )
             return Reason.TRAINING_MODE_CHANGED
         changed = [*reached.changed_values(), *reached.replaced(self._tables()), *reached.added()]
@@ -196,8 +206,9 @@ class PythonValues:
             return None  # equal numbers in different objects
         if not quietly and (new := self._not_told(changed or ["a hook or method of a module or parameter"])):
             logger.warning(
-                "steps run eagerly while these differ from the capture: %s. A graph would continue with the "
+                "%s run eagerly while these differ from the capture: %s. A graph would continue with the "
                 "old values: keep what changes in a tensor and change that in place, or pass it as an input",
+                self._runs,
                 ", ".join(new[:5]),
             )
         return Reason.ATTRIBUTE_CHANGED
