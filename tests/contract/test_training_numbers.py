@@ -113,6 +113,25 @@ def test_a_tensor_that_was_given_stays_that_tensor(device, device_of_rate):
     assert step.report().eager_steps == {"first-call": 1}
 
 
+def test_an_optimizer_of_somebodys_own_fits_in_with_a_tensor_as_its_rate(device):
+    class Own(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * self.param_groups[0]["lr"])
+
+    ours, theirs = twins(make_model(device))
+    rates = [torch.tensor(0.1, device=device) for _ in range(2)]
+    mine, other = (Own(m.parameters(), {"lr": lr}) for m, lr in zip((ours, theirs), rates, strict=True))
+    step, found, expected = captured(ours, mine), [], []
+    for batch in make_batches(device, [8] * 5):
+        found.append(step(*batch).item())
+        expected += train_eagerly(theirs, other, [batch])
+        for rate in rates:
+            rate.mul_(0.5)
+    assert found == pytest.approx(expected, rel=1e-4 if device.type == "cuda" else 1e-6)
+
+
 def test_an_optimizer_serves_an_eager_loop_between_and_after(device):
     """Its flags are its own, so `step` of the optimizer itself is what it would be without us."""
     ours, theirs = twins(make_model(device).double())

@@ -301,7 +301,8 @@ class StaticOptimizer:
         """A context for one step: see Note [Numbers stay numbers]."""
         # The last hook before it, and the first one after it.
         optimizer: Any = self._optimizer
-        lending = optimizer.register_step_pre_hook(lambda *_: self._lend())
+        has_hooks = self.hooks
+        lending = optimizer.register_step_pre_hook(lambda *_: self._lend(are_new=has_hooks))
         taking = optimizer.register_step_post_hook(lambda *_: self._take_back())
         optimizer._optimizer_step_post_hooks.move_to_end(taking.id, last=False)
         try:
@@ -311,9 +312,9 @@ class StaticOptimizer:
             taking.remove()
             self._take_back()
 
-    def _lend(self) -> None:
-        if not is_recording():
-            self._rates.send()  # a hook may have set them
+    def _lend(self, *, are_new: bool) -> None:
+        if are_new and not is_recording():  # a hook may have set them
+            self._rates.send()
         for group, rate in zip(self._groups, self._rates.in_place_of(self._groups), strict=True):
             lent: dict[str, Any] = dict(self._flags_for_a_graph(group))
             if rate is not None and not self._keeps_rates:
