@@ -21,6 +21,11 @@ QUICK = [
     "rnn that keeps its hidden state in an attribute",
     "state in a buffer, calls from two threads in turns",
     "weights loaded, pruned and frozen after the capture",
+    "training: a gpt of several lengths",
+    "training: accumulation with a shorter last one",
+    "training: batches of different sizes with a ladder",
+    "training: checkpoint saved and loaded in the middle",
+    "training: soft actor critic with a learned temperature",
 ]
 
 DIFFERENT = {
@@ -36,6 +41,15 @@ DIFFERENT = {
     "hidden state written in place and returned as well": "an argument that is returned is another object",
     "one result returned twice": "one tensor returned twice comes back as two",
     "a parameter returned beside the result": "the parameter comes back as another tensor object",
+    "training: accuracy kept as an attribute of the trainer": "Python of a step runs at the capture only",
+    "training: activations counted by forward hooks": "Python of a step runs at the capture only",
+    "training: global step counted in forward": "Python of a step runs at the capture only",
+    "training: gradients logged by tensor hooks": "Python of a step runs at the capture only",
+    "training: mixture of experts with a balancing loss": "Python of a step runs at the capture only",
+    "training: several losses appended to a list for the log": "Python of a step runs at the capture only",
+    "training: several losses kept in a dictionary for the log": "Python of a step runs at the capture only",
+    "training: center loss with its own optimizer": "a step leaves no gradients for a second optimizer",
+    "training: muon and adamw as two steps of the user": "a step leaves no gradients for a second optimizer",
 }
 """What replays do differently, and why."""
 
