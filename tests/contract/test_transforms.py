@@ -52,6 +52,25 @@ def test_a_transform_sees_the_function(device, name, mode):
     assert reasons(f)[reason] > before.get(reason, 0)
 
 
+INSIDE = {
+    "jvp": lambda m: lambda x: torch.func.jvp(m, (x,), (torch.ones_like(x),))[1],
+    "vjp": lambda m: lambda x: torch.func.vjp(m, x)[1](torch.ones_like(x))[0],
+    "jacfwd": lambda m: torch.vmap(torch.func.jacfwd(m)),
+    "hessian": lambda m: torch.vmap(torch.func.hessian(lambda row: m(row).square().sum())),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_transform_inside_the_function_is_part_of_its_graph(device, name):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device).eval()
+    function = INSIDE[name](model)
+    f = wrap(function, LADDER)
+    for seed in range(2):
+        x = randn(3, WIDTH, device=device, seed=seed)
+        torch.testing.assert_close(f(x), function(x), rtol=1e-4, atol=1e-5)
+    assert (reasons(f), f.report().replays) == ({}, 2)
+
+
 def test_a_dispatch_mode_sees_the_ops(device):
     f, _ = captured(device)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

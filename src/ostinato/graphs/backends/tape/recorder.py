@@ -52,7 +52,9 @@ class Recorder(WatchingMode):
         inputs = tensors_of((args, kwargs))
         if any(map(is_foreign, inputs)):
             return NotImplemented
-        if not self.active:
+        if not self.active or any(
+            tensor.is_meta for tensor in inputs
+        ):  # geometry alone, as transforms ask for
             return self._call(func, args, kwargs, inputs)
         check_op(func, args, kwargs, self.storages)
         writes = func._schema.is_mutable
@@ -103,8 +105,10 @@ class Recorder(WatchingMode):
         known, fresh = len(storages.records), set[int]()
         has_outputs = False
 
-        def freeze_output(tensor: torch.Tensor) -> TensorSpec:
+        def freeze_output(tensor: torch.Tensor) -> Any:
             nonlocal has_outputs
+            if tensor.is_meta:
+                return None
             has_outputs = True
             spec = storages.spec(tensor, self._position, fresh=True)
             if spec.storage >= known:
