@@ -13,6 +13,7 @@ from ..results import Results
 from ..runner import CudaGraphRunner
 from .first_run import FirstRun
 from .in_place import InPlace
+from .no_gradients import Differentiable
 from .reached import Reached
 from .signature import Signature
 
@@ -47,6 +48,7 @@ class Entry:
     """Representative inputs."""
     first: FirstRun
     in_place: InPlace
+    differentiable: Differentiable
     reached: Reached
     surroundings: tuple[Any, ...]
     is_standing: Callable[[], bool]

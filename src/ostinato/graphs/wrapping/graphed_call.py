@@ -3,12 +3,14 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from ..capturing.autocast import clean_autocast_cache
 from ..capturing.captured import CapturedGraph
 from ..capturing.gate import turn
 from ..capturing.pool import GraphPool
@@ -29,7 +31,7 @@ from .doctor import Diagnosis, diagnose
 from .entry import Entry, Settings
 from .first_run import FirstRun
 from .in_place import InPlace
-from .no_gradients import Differentiated, refusing_backward
+from .no_gradients import Differentiable, places_with_gradients, require_gradients, without_gradients
 from .reached import Reached
 from .signature import EmptyBatchError, Examples, Signature, is_opaque
 from .transforms import has_replaced_parameters, inside_transform, is_differentiated_by_torch
@@ -64,7 +66,6 @@ class GraphedCall:
         self.eager_steps: Counter[Reason] = Counter()
         self.attributes_changed = False
         """Whether an attribute was set through the wrapper since the capture."""
-        self._differentiated = Differentiated(function)
         self.given_pool = self._pool = pool
         self._entries: list[Entry] = []
         self._shares_results = pool or self
@@ -79,20 +80,18 @@ class GraphedCall:
         decided, mode = decided_step_mode(), self.settings.mode
         if decided is not None and decided is not mode:
             return self.function(*args, **kwargs)
-        by = self._differentiated.by(args, kwargs)
-        transformed = inside_transform() or (bool(by) and is_differentiated_by_torch())
+        transformed = inside_transform() or (require_gradients(args, kwargs) and is_differentiated_by_torch())
         if transformed or mode is GraphMode.NONE:
             reason = Reason.DISABLED if mode is GraphMode.NONE else Reason.TRANSFORMED
-            result = self._eagerly(reason, args, kwargs, differentiable=transformed)
-            return refusing_backward(result, by) if by and not transformed else result
+            return self._eagerly(reason, args, kwargs, with_gradients=transformed)
         owner = self._shares_results.owner
         if owner is not threading.current_thread() and (owner is not None or self._overwrites):
             self._take_over()
         with turn:
             why_not, result = self._serve(args, kwargs)
-        if why_not is not None:
-            result = self._eagerly(why_not, args, kwargs, differentiable=why_not in _WITH_GRADIENTS)
-        return refusing_backward(result, by) if by else result
+        if why_not is None:
+            return result
+        return self._eagerly(why_not, args, kwargs, with_gradients=why_not in _WITH_GRADIENTS)
 
     @property
     def _overwrites(self) -> bool:
@@ -130,8 +129,9 @@ class GraphedCall:
                 first = self._capture(signature, batch, may_stay=True)
                 if first.stays:  # it cannot be undone: it was the call
                     self.eager_steps[Reason.FIRST_CALL] += 1
-                    result, first.result = first.result, None  # it is the caller's alone
-                    return None, result
+                    attributes = first.assigned.values() if first.assigned else []
+                    outcome, first.result = Outcome(first.result, attributes, {}), None  # the caller's alone
+                    return None, _received(outcome, self._entries[-1], batch)
                 found = self._find(args, kwargs)
                 assert found is not None
         except EmptyBatchError:
@@ -161,11 +161,7 @@ class GraphedCall:
         else:
             with step_mode(GraphMode.NONE):  # eager calls between segments may hold wrappers of their own
                 outcome = entry.runner.run(batch, shape)
-        if not isinstance(outcome, Outcome):
-            return None, outcome
-        if entry.first.assigned:
-            entry.first.assigned.put(outcome.attributes)
-        return None, outcome.result
+        return None, _received(outcome, entry, batch)
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures can be added the same way."""
@@ -303,17 +299,16 @@ class GraphedCall:
         self._warn_once(reason, f"{reason} since the capture{which}: set it back, or call recapture()")
 
     def _eagerly(
-        self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], *, differentiable: bool = False
+        self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_gradients: bool
     ) -> Any:
         self.eager_steps[reason] += 1
         below = GraphMode.PIECEWISE if self.settings.mode is GraphMode.FULL else GraphMode.NONE
         with ExitStack() as modes:
             modes.enter_context(step_mode(below))
-            if not differentiable:
-                modes.enter_context(torch.no_grad())
             if any(entry.first.writes_inference_tensors for entry in self._entries):
                 modes.enter_context(writing_inference_tensors())
-            return self.function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
+        return result if with_gradients else without_gradients(result)
 
     def _capture(self, signature: Signature, batch: Batch, *, may_stay: bool = False) -> FirstRun:
         device, options = self.device_of(batch), self.settings.options
@@ -360,9 +355,34 @@ class GraphedCall:
         in_place = InPlace(first.written, first.written_elsewhere, used)
         if runner.graphs:
             in_place.tell(batch)
-        self._entries.append(Entry(signature, runner, kept, first, in_place, reached, surroundings, standing))
+        look = partial(self._places_with_gradients, runner, signature, kept)
+        differentiable = Differentiable(reached.tensors, look)
+        self._entries.append(
+            Entry(signature, runner, kept, first, in_place, differentiable, reached, surroundings, standing)
+        )
         self.attributes_changed = False
         return first
+
+    def _places_with_gradients(
+        self, runner: CudaGraphRunner, signature: Signature, batch: Batch, wanted: Sequence[bool]
+    ) -> Collection[int] | None:
+        """Run the function once, on the fewest rows, with arguments that require gradients or do not. Returns
+        which results have some then; None if it has no graph, or does not work with gradients."""
+        if not runner.graphs:
+            return None
+        fewest = min(graph.descriptor for graph in runner.graphs.values())
+        inputs = {name: value.clone() for name, value in Examples(signature, batch).dummy(fewest).items()}
+        for value, is_wanted in zip(inputs.values(), wanted, strict=True):
+            value.requires_grad_(is_wanted)
+        before, trials = Reached(self.function, *signature.functions, ran=()), runner.trials()
+        with turn, step_mode(GraphMode.NONE), torch.inference_mode(False), torch.enable_grad():
+            try:
+                with clean_autocast_cache():
+                    return places_with_gradients(trials.run(lambda: runner.step(**inputs)))
+            except Exception:
+                return None
+            finally:
+                before.put_back(before.changed())
 
     def _refuse_what_sizes_decide(self, runner: CudaGraphRunner, before: Reached, first: FirstRun) -> None:
         """Drop all graphs if trial runs of several sizes showed a problem that the first run did not."""
@@ -414,6 +434,17 @@ class GraphedCall:
         )
         runner.eager_steps = self.eager_steps
         return runner
+
+
+def _received(outcome: Any, entry: Entry, batch: Batch) -> Any:
+    """The result of a call, once what else came of it is in its places."""
+    if torch.is_grad_enabled():
+        outcome = entry.differentiable.refusing(outcome, batch)
+    if not isinstance(outcome, Outcome):
+        return outcome
+    if entry.first.assigned:
+        entry.first.assigned.put(outcome.attributes)
+    return outcome.result
 
 
 def _others(reached: Reached) -> list[str]:

@@ -1,73 +1,88 @@
 """Results that would have gradients without graphs: differentiating through them raises an error that says
-what to use instead."""
+what to use instead.
 
+Note [Which results would have gradients]
+That parameters require gradients does not say it: the function may run under `no_grad`, or detach what it
+returns. So a call that enables gradients runs the function once more, eagerly, for each set of tensors that
+require them, and looks.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
-from ..trees import map_tensors, tensors_in
+from ..inputs.buffers import Batch
+from ..trees import flatten, map_tensors, tensors_in
 
 _requires_grad = attrgetter("requires_grad")
 
 
-class _Parameters:
-    """The parameters of a module as they were, and whether there may be others now."""
+class Differentiable:
+    """Tells which results of one kind of call would have gradients, see the Note."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        inside = [vars(each) for each in module.modules()]
-        self._tables = [table for own in inside for table in (own["_parameters"], own["_modules"])]
-        self._sizes = list(map(len, self._tables))
-        self._tensors = list(module.parameters())
-        self._wanted: torch.Tensor | None = None
+    def __init__(
+        self, reads: Sequence[torch.Tensor], look: Callable[[Sequence[bool]], Collection[int] | None]
+    ) -> None:
+        """`reads`: what the function uses besides its arguments. `look`: runs it with arguments that require
+        gradients or do not; the places of results that have some then, or None if that cannot be told."""
+        self._reads, self._look = reads, look
+        self._known: dict[tuple[bool, ...], Collection[int] | None] = {}
 
-    def are_all(self) -> bool:
-        return self._sizes == list(map(len, self._tables))
-
-    def first_wanted(self) -> torch.Tensor | None:
-        """One that requires a gradient."""
-        if self._wanted is None or not self._wanted.requires_grad:
-            self._wanted = next(filter(_requires_grad, self._tensors), None)
-        return self._wanted
-
-
-class Differentiated:
-    """Tells with respect to what results of a function could be differentiated without graphs."""
-
-    def __init__(self, function: Any) -> None:
-        self._module = function if isinstance(function, torch.nn.Module) else None
-        self._parameters: _Parameters | None = None
-
-    def by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Arguments that require gradients, and one parameter of a module, be it in training mode or not: a
-        backbone in eval mode may be fine-tuned."""
-        if not torch.is_grad_enabled():
-            return []
-        given = (*args, *kwargs.values())
-        plain = all(isinstance(value, torch.Tensor) for value in given)
-        found = [tensor for tensor in (given if plain else tensors_in(given)) if tensor.requires_grad]
-        wanted = self._wanted_parameter()
-        return found if wanted is None else [*found, wanted]
-
-    def _wanted_parameter(self) -> torch.Tensor | None:
-        if self._module is None:
-            return None
-        wanted = None if self._parameters is None else self._parameters.first_wanted()
-        if wanted is None and (self._parameters is None or not self._parameters.are_all()):
-            self._parameters = _Parameters(self._module)
-            wanted = self._parameters.first_wanted()
-        return wanted
+    def refusing(self, results: Any, batch: Batch) -> Any:
+        """The same results; `backward` through those that would have gradients raises."""
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # an argument may be a result that is overwritten by now
+            given = list(map(_requires_grad, batch.values()))
+        read = tuple(map(_requires_grad, self._reads))
+        if True not in given and True not in read:
+            return results
+        wanted = (*given, *read)
+        if wanted not in self._known:
+            self._known[wanted] = self._look(given)
+        which = self._known[wanted]
+        if which is not None and not which:
+            return results
+        by = [value for value, is_wanted in zip(batch.values(), given, strict=True) if is_wanted]
+        if True in read:
+            by.append(self._reads[read.index(True)])
+        leaves, structure = flatten(results)
+        for place, leaf in enumerate(leaves):
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.is_floating_point()
+                and (which is None or place in which)
+            ):
+                leaves[place] = _Refusal.apply(leaf, *by)  # type: ignore[no-untyped-call]
+        return structure.filled(leaves)
 
 
-def refusing_backward(results: Any, by: list[torch.Tensor]) -> Any:
-    """The same results; `backward` through those without gradients raises an error that names the calls for
+def require_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument does, where gradients are enabled."""
+    if not torch.is_grad_enabled():
+        return False
+    given = (*args, *kwargs.values())
+    plain = all(isinstance(value, torch.Tensor) for value in given)
+    return any(map(_requires_grad, given if plain else tensors_in(given)))
+
+
+def places_with_gradients(results: Any) -> frozenset[int]:
+    """Which leaves have gradients."""
+    leaves = enumerate(flatten(results)[0])
+    return frozenset(at for at, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+
+
+def without_gradients(results: Any) -> Any:
+    """The same results; `backward` through those that have gradients raises an error that names the calls for
     training."""
 
     def refuse(tensor: torch.Tensor) -> Any:
-        if tensor.requires_grad or not tensor.is_floating_point():
+        if not tensor.requires_grad:
             return tensor
-        return _Refusal.apply(tensor, *by)  # type: ignore[no-untyped-call]
+        return _Refusal.apply(tensor.detach(), tensor)  # type: ignore[no-untyped-call]
 
     return map_tensors(refuse, results)
 
