@@ -20,7 +20,7 @@ class CaptureError(OstinatoError, RuntimeError):
         """`inside`: the line of a library that the user's line called, if that is at fault."""
         place = "; inside ".join(line for line in (where, inside) if line)
         super().__init__(f"{message} (at {place})" if place else message)
-        self.where, self.inside = where, inside
+        self.message, self.where, self.inside = message, where, inside
 
 
 class ColdKernelError(CaptureError):

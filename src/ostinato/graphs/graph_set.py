@@ -223,7 +223,7 @@ class GraphSet:
             self._recorder.run_within(watch, key.descriptor)
         there = [each for each in watch.obstacles if (each.where, each.inside) == (error.where, error.inside)]
         if not there:
-            return error
+            return CaptureError(error.message, where=error.where, inside=error.inside)
         found = Forbidden(there[0].what, there[0].why)
         return CaptureError(str(found), where=error.where, inside=error.inside)
 
