@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from .blame import frames_now
+from .blame import Blame, blamed, frames_now
 from .dispatch_mode import WatchingMode
 from .forbidden import Forbidden
 from .known_calls import refusal
@@ -253,8 +253,14 @@ class SavedWrites:
 class WriteJournal(SavedWrites, WatchingMode):
     """Active as a context manager; it sees every call itself and takes notes."""
 
-    def __init__(self, ignore: Iterable[torch.Tensor] = (), *, counts_hits: bool = False) -> None:
-        """As above."""
+    def __init__(
+        self,
+        ignore: Iterable[torch.Tensor] = (),
+        *,
+        counts_hits: bool = False,
+        notes_lines: bool = False,
+    ) -> None:
+        """As above. `notes_lines`: the lines that call the ops, which takes as long as the ops."""
         super().__init__(ignore, counts_hits=counts_hits)
         self._refs: dict[int, StorageWeakRef] = {}
         self._made: list[weakref.ref[torch.Tensor]] = []
@@ -264,6 +270,9 @@ class WriteJournal(SavedWrites, WatchingMode):
         """Why no graph can do it, if something was used that graphs do not know."""
         self.work: list[tuple[Any, str]] = []
         """The ops in order, with what they were given besides tensors."""
+        self.lines: list[Blame] = []
+        """The lines that called them, if these are noted."""
+        self._notes_lines = notes_lines
         self.rounds_to_few_bits = False
         """Whether numbers of 16 bits or fewer were computed, whatever became of them."""
         self.casts_to_integers = False
@@ -283,6 +292,8 @@ class WriteJournal(SavedWrites, WatchingMode):
             is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64
             besides = str(args[0].tolist()) if is_made_of_numbers else _besides_tensors((args, kwargs))
             self.work.append((func, besides))
+            if self._notes_lines:
+                self.lines.append(blamed(frames_now()))
         for address, tensor in {storage_address(tensor): tensor for tensor in given}.items():
             if address not in self._created:
                 self.reads.setdefault(address, weakref.ref(tensor))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import Backend
+from ..blame import Blame
 from ..errors import CaptureError
 from ..journal import WriteJournal, WrittenRegion, writing_inference_tensors
 from ..memory import settled
@@ -46,6 +47,7 @@ class Trials:
         self._rng = backend.rng_state()
         self._host_rng = torch.get_rng_state()
         self._rewinds = state is not None
+        self._notes_lines = False
         self.writes_inference_tensors = False
         """Whether a step that was run writes tensors made under `inference_mode`."""
 
@@ -160,7 +162,7 @@ class Trials:
             self._rewinds = True
             return step()
         made = set().union(*(journal.survivors() for journal in self._journals))
-        journal = WriteJournal(ignore=self._sinks.values(), counts_hits=counting)
+        journal = WriteJournal(ignore=self._sinks.values(), counts_hits=counting, notes_lines=self._notes_lines)
         self._journals.append(journal)
         with journal:
             result = step()
@@ -177,21 +179,27 @@ class Trials:
         state that the step changes decides what it does, and a graph would repeat one case for ever."""
         if len(self._journals) < 2 or self._difference() is None:
             return
+        self._notes_lines = True
         self.run(step)
         difference = self._difference()
         if difference is not None:
-            (first, given), (second, then_given) = difference
+            position, (first, given), (second, then_given) = difference
+            lines = self._journals[-1].lines
+            blame = lines[min(position, len(lines) - 1)] if lines else Blame(None)
             raise CaptureError(
                 f"two trial runs on the same inputs did different work: {first} with {given}, then {second} "
                 f"with {then_given}. A Python value that the step changes (a counter, a position, a random "
-                f"number) decides what it does: keep it in a tensor"
+                f"number) decides what it does: keep it in a tensor",
+                where=blame.line,
+                inside=blame.inside,
             )
 
-    def _difference(self) -> tuple[tuple[Any, str], tuple[Any, str]] | None:
+    def _difference(self) -> tuple[int, tuple[Any, str], tuple[Any, str]] | None:
+        """The first call that differs between the last two observed runs: its position, and what each made."""
         before, after = (journal.work for journal in self._journals[-2:])
         missing = (None, "nothing")
-        pairs = zip_longest(before, after, fillvalue=missing)
-        return next(((one, other) for one, other in pairs if one != other), None)
+        pairs = enumerate(zip_longest(before, after, fillvalue=missing))
+        return next(((at, one, other) for at, (one, other) in pairs if one != other), None)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
