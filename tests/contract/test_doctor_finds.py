@@ -374,6 +374,63 @@ def test_a_planted_hazard_is_named_with_its_line(device, hazard, capsys):
     assert not found.causes or not any(obstacle.is_refused for obstacle in found.obstacles)
 
 
+class Extrema(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.tensor(float("inf")))
+
+    def forward(self, x):
+        self.least.copy_(torch.minimum(self.least, x.abs().min() + 1))
+        return x * 2
+
+
+class InState(nn.Module):
+    """Keeps something in Python from call to call."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.calls, self.history, self.numbers, self.step = 0, [], iter([1.0, 2.0, 3.0] * 20), forward
+
+    def forward(self, x):
+        return self.step(self, x)
+
+
+def every_tenth(own, x):
+    own.calls += 1  # here
+    return x * 2 if own.calls % 10 == 0 else x
+
+
+def warm_up(own, x):
+    own.calls += 1  # here
+    return x * min(1.0, own.calls / 10)
+
+
+def appended(own, x):
+    own.history.append(len(own.history))  # here
+    return x * len(own.history)
+
+
+def next_number(own, x):
+    return x * next(own.numbers)  # here
+
+
+@pytest.mark.parametrize("step", [every_tenth, warm_up, appended, next_number], ids=lambda s: s.__name__)
+def test_state_in_python_is_named_with_the_line_that_changes_it(device, step):
+    found = graphed(InState(step), ladder=LADDER).doctor(rows(device))
+    assert not found.is_healthy
+    [cause] = found.causes
+    assert f"in {step.__name__}: " in cause, cause
+    assert "# here" in cause
+    assert "outside" in cause
+
+
+def test_padding_that_enters_an_extremum_is_found(device):
+    found = graphed(Extrema().to(device), ladder=LADDER).doctor(rows(device))
+    assert not found.is_healthy
+    [cause] = found.causes
+    assert "depends on the batch" in cause
+
+
 def test_a_tensor_without_a_device_is_no_obstacle_and_noted_where_there_is_no_gpu(device):
     if device.type != "cpu":
         pytest.skip("torch itself refuses it")

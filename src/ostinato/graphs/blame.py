@@ -4,14 +4,15 @@ Where a library's code runs below that line, its own line is named as well, and 
 about many of them.
 """
 
+import dis
 import linecache
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -116,6 +117,24 @@ def _is_machinery(frame: FrameType, _line: int) -> bool:
 
 def frame_line(frame: FrameType, number: int) -> str:
     """A line of a frame's code, as ``file:line in function: source``."""
-    code = frame.f_code
-    source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+    linecache.lazycache(frame.f_code.co_filename, frame.f_globals)
+    return _code_line(frame.f_code, number)
+
+
+def line_using(name: str, codes: Iterable[CodeType]) -> str | None:
+    """The line that assigns a variable or attribute, or else reads it: the last part of the name counts."""
+    called = name.split("[")[0].rstrip(". ").rpartition(".")[2]
+    users = [code for code in codes if called in (*code.co_names, *code.co_varnames, *code.co_freevars)]
+    for kind in ("STORE_", "LOAD_"):
+        for code in sorted(users, key=lambda code: (code.co_filename, code.co_firstlineno)):
+            is_own = not _is_hidden(code.co_filename, "") and not _is_library(code.co_filename)
+            for step in dis.get_instructions(code) if is_own else ():
+                number = step.positions.lineno if step.positions is not None else None
+                if step.opname.startswith(kind) and step.argval == called and number is not None:
+                    return _code_line(code, number)
+    return None
+
+
+def _code_line(code: CodeType, number: int) -> str:
+    source = linecache.getline(code.co_filename, number).strip()
     return f"{code.co_filename}:{number} in {code.co_name}" + (f": {source}" if source else "")

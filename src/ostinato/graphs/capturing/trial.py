@@ -162,7 +162,9 @@ class Trials:
             self._rewinds = True
             return step()
         made = set().union(*(journal.survivors() for journal in self._journals))
-        journal = WriteJournal(ignore=self._sinks.values(), counts_hits=counting, notes_lines=self._notes_lines)
+        journal = WriteJournal(
+            ignore=self._sinks.values(), counts_hits=counting, notes_lines=self._notes_lines
+        )
         self._journals.append(journal)
         with journal:
             result = step()

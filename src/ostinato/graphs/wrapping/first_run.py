@@ -1,12 +1,14 @@
 """A function run once on real inputs, before anything is captured: what it does, and whether a graph can."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from types import CodeType
 from typing import Any
 
 import torch
 
 from ..backends import backend_for
+from ..blame import line_using
 from ..capturing import python_draws
 from ..capturing.autocast import clean_autocast_cache
 from ..capturing.trial import Trials
@@ -161,11 +163,12 @@ class FirstRun:
             self.refusal = (
                 f"the step changes {', '.join(carried[:3])} in Python at every call and looks at it, which a "
                 f"replay would not do: keep it in a tensor and change that in place, or do it outside"
+                f"{_at_line(carried[0], self.ran.codes or ())}"
             )
         elif carried_on is not None:
             self.refusal = (
                 f"the step keeps state by assigning a new tensor to {carried_on}, but replays use the old "
-                f"tensor: change it in place (copy_, index_copy_)"
+                f"tensor: change it in place (copy_, index_copy_){_at_line(carried_on, self.ran.codes or ())}"
             )
         elif own_generator or (seeds and second.device.type == "cpu"):
             self.refusal = (
@@ -178,6 +181,11 @@ class FirstRun:
 
 def _copies(batch: Batch) -> dict[str, torch.Tensor]:
     return dict(zip(batch, copies_of(list(batch.values())), strict=True))
+
+
+def _at_line(name: str, codes: Collection[CodeType]) -> str:
+    line = line_using(name, codes)
+    return f" (at {line})" if line else ""
 
 
 def _run(

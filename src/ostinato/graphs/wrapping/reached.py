@@ -33,6 +33,7 @@ import torch
 from torch._C._dynamo.guards import dict_version
 from torch.nn.modules import module as torch_module
 
+from ..blame import line_using
 from ..checking.addresses import moved_error
 from ..trees import tensors_in
 from ..trimming import same_constant
@@ -283,7 +284,9 @@ class Reached:
         if not self.closed:
             return None
         name, why = self.closed[0]
-        return f"the step uses {name or 'something'}, which {why}: use it outside of the step"
+        line = line_using(name, [code for code in self._codes if code.co_name != "__init__"])
+        place = f" (at {line})" if line else ""
+        return f"the step uses {name or 'something'}, which {why}: use it outside of the step{place}"
 
     def assigned(self) -> Assigned:
         """Where tensors stand now that did not stand there."""
