@@ -197,7 +197,7 @@ class Trials:
             )
 
     def _difference(self) -> tuple[int, tuple[Any, str], tuple[Any, str]] | None:
-        """The first call that differs between the last two observed runs: its position, and what each made."""
+        """The first call in which the last two observed runs differ: its position, and what each made."""
         before, after = (journal.work for journal in self._journals[-2:])
         missing = (None, "nothing")
         pairs = enumerate(zip_longest(before, after, fillvalue=missing))
