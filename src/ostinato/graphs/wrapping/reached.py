@@ -30,7 +30,6 @@ from types import CellType, CodeType
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import dict_version
 from torch.nn.modules import module as torch_module
 
 from ..blame import line_using
@@ -44,6 +43,7 @@ from .standing import Comparison
 from .user_code import is_called_by_python
 from .walk import HOOKS, Walk, has_memory
 from .ways import BY_ANY_NAME
+from .words import Words
 
 _address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _KINDS_OF_ATTENTION = (
@@ -102,8 +102,8 @@ class Reached:
             entry for entry in walk.values if entry[1] is not WHOLE or id(entry[0]) not in self._not_growing
         ]
         self._saved = [(name, holder, dict(items_of(holder))) for name, holder in walk.holders.values()]
-        dicts = [holder for _, holder, _ in self._saved if isinstance(holder, dict)]
-        self._versions = dict(zip(map(id, dicts), map(dict_version, dicts), strict=True))
+        self._dictionaries = [entry for entry in self._saved if isinstance(entry[1], dict)]
+        self._words = Words([holder for _, holder, _ in self._dictionaries])
         found = [value for _, _, value, _ in self._watched]
         self.tensors = [value for value in found if isinstance(value, torch.Tensor) and has_memory(value)]
         self._geometry, self._code = _geometry_of(self.tensors), self._code_now()
@@ -179,8 +179,7 @@ class Reached:
         for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
             found.add_equal(functools.partial(list, table.values()))
         found.add_equal(numerics)
-        found.add_equal(functools.partial(_all_types, self.modules))
-        found.add_equal(functools.partial(_all_types, self._objects))
+        found.add_types([*self.modules, *self._objects])
         found.add_equal(lambda: list(map(id, map(vars, self._objects))))
         for module in self.modules:
             _add_module(found, module)
@@ -244,9 +243,8 @@ class Reached:
 
     def _touched(self) -> Iterator[tuple[str, Any, dict[Any, Any]]]:
         """What was saved, without dictionaries that nobody has changed."""
-        for name, holder, saved in self._saved:
-            if not isinstance(holder, dict) or dict_version(holder) != self._versions[id(holder)]:
-                yield name, holder, saved
+        yield from (entry for entry in self._saved if not isinstance(entry[1], dict))
+        yield from (self._dictionaries[number] for number in self._words.changed())
 
     def changed(self) -> set[Key]:
         """Where something else stands now, or nothing any more, or something that did not."""
@@ -350,10 +348,6 @@ def _grouped(entries: list[tuple[Any, Any, Any, str]]) -> Iterator[tuple[Callabl
             yield functools.partial(itemgetter(*keys), holder), values
         else:
             yield functools.partial(_all_items, holder, keys), values
-
-
-def _all_types(modules: list[torch.nn.Module]) -> list[type]:
-    return list(map(type, modules))
 
 
 def _add_module(found: Comparison, module: torch.nn.Module) -> None:

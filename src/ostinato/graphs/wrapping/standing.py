@@ -1,10 +1,7 @@
 """Whether things stand where they stood: a few comparisons in C, arranged when the places are known.
 
-Note [Versions of dictionaries]
-CPython numbers every change of a dictionary, and torch's compiler can read the number. A dictionary whose
-number is the same holds what it held, however many places in it count, and most places are in dictionaries:
-attributes of modules and objects, tables of parameters, namespaces. Where the number is another, the places
-are compared, and if they hold, the new number is remembered.
+Most of it is in dictionaries, which are looked into only if they have changed, see Note [Versions of
+dictionaries] in words.py.
 
 Note [Shapes under another mode]
 torch's guards of tensors compare sizes, strides, types and dispatch keys of all tensors at once. Keys depend
@@ -12,17 +9,17 @@ on the mode of the thread (inference mode, autocast), so there is one set of gua
 """
 
 import gc
-import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress
-from operator import attrgetter, is_, ne, not_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import RootGuardManager, TensorGuards, dict_version
+from torch._C._dynamo.guards import TensorGuards
 
 from .holders import MISSING, WHOLE, item_of
+from .words import Words
 
 Place = tuple[Any, Any, Any]
 """A holder, a place in it, and what stands there."""
@@ -30,8 +27,6 @@ Place = tuple[Any, Any, Any]
 _address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype, _contents = attrgetter("dtype"), attrgetter("cell_contents")
 _MOST_MODES = 4
-_MOST_IN_ONE = 128
-"""Dictionaries in one guard, which is made anew when one of them changes."""
 
 
 class Comparison:
@@ -39,7 +34,7 @@ class Comparison:
 
     def __init__(self) -> None:
         self._dicts: dict[int, _Dictionary] = {}
-        self._empty: list[Any] = []
+        self._objects: list[Any] = []
         self._lists: dict[int, tuple[list[Any], dict[int, Any]]] = {}
         self._wholes: list[tuple[Any, tuple[Any, ...]]] = []
         self._sizes: list[tuple[Any, int]] = []
@@ -63,8 +58,8 @@ class Comparison:
                 self._others.append((holder, key, value))
 
     def add_empty(self, holder: dict[Any, Any]) -> None:
-        """A container that is empty."""
-        self._empty.append(holder)
+        """A dictionary that is empty."""
+        self._dictionary(holder).size = 0
 
     def add_missing(self, holder: dict[Any, Any], key: str) -> None:
         """Nothing stands there."""
@@ -72,12 +67,14 @@ class Comparison:
 
     def add_size(self, holder: Any) -> None:
         """It has as many entries as now."""
-        if isinstance(holder, dict) and not holder:
-            self._empty.append(holder)
-        elif isinstance(holder, dict):
+        if isinstance(holder, dict):
             self._dictionary(holder).size = len(holder)
         else:
             self._sizes.append((holder, len(holder)))
+
+    def add_types(self, objects: Iterable[Any]) -> None:
+        """They are of the classes that they are of."""
+        self._objects += objects
 
     def add_equal(self, question: Callable[[], Any]) -> None:
         """It has the answer that it has now."""
@@ -89,7 +86,7 @@ class Comparison:
 
     def compiled(self) -> Callable[[], bool]:
         """Whether all terms hold. What is gone does not stand where it stood."""
-        dictionaries = _Dictionaries(list(self._dicts.values()))
+        dictionaries = _Dictionaries(list(self._dicts.values()), self._objects)
         whole = [entry for entry in self._lists.values() if len(entry[1]) == len(entry[0])]
         for holder, entries in self._lists.values():
             if len(entries) != len(holder):
@@ -101,7 +98,7 @@ class Comparison:
         cells, contents = [list(column) for column in zip(*self._cells, strict=True)] or ([], [])
         holders, keys, values = [list(column) for column in zip(*self._others, strict=True)] or ([], [], [])
         wholes = self._wholes
-        empty, questions = list({id(each): each for each in self._empty}.values()), self._questions
+        questions = self._questions
         addresses, shapes = list(map(_address, self._tensors)), _Shapes(self._tensors)
         tensors = self._tensors
 
@@ -109,7 +106,6 @@ class Comparison:
             try:
                 return (
                     dictionaries.hold()
-                    and not any(empty)
                     and list(map(_address, tensors)) == addresses
                     and shapes.hold()
                     and list(map(len, sized)) == sizes
@@ -148,75 +144,24 @@ class _Dictionary:
 
 
 class _Dictionaries:
-    """Many of them, see Note [Versions of dictionaries]."""
+    """Many of them, and objects that are to keep their class."""
 
-    def __init__(self, all_of_them: list[_Dictionary]) -> None:
-        starts = range(0, len(all_of_them), _MOST_IN_ONE)
-        self._quiet = [_Quiet(all_of_them[start : start + _MOST_IN_ONE]) for start in starts]
-        self._restless: list[_Dictionary] = []
-        self._holders: list[dict[Any, Any]] = []
-        self._versions: list[int] = []
+    def __init__(self, dictionaries: list[_Dictionary], objects: list[Any]) -> None:
+        self._dictionaries, self._objects = dictionaries, objects
+        self._types = list(map(type, objects))
+        self._words = Words([each.holder for each in dictionaries], objects)
 
     def hold(self) -> bool:
-        """Whether all places stand. What changes although nothing that counts does is looked at by itself
-        from then on."""
-        for quiet in self._quiet:
-            if not quiet.stands():
-                if (moved := quiet.give_up_moved()) is None:
-                    return False
-                self._restless += moved
-                self._holders += [each.holder for each in moved]
-                self._versions += [dict_version(each.holder) for each in moved]
-        now = list(map(dict_version, self._holders))
-        if now != self._versions:
-            changed = map(ne, now, self._versions)
-            if not all(each.holds() for each in compress(self._restless, changed)):
-                return False
-            self._versions = now
+        """Whether all places stand."""
+        if self._words.are_same():
+            return True
+        if list(map(type, self._objects)) != self._types:
+            return False
+        changed, known = self._words.changed(), len(self._dictionaries)
+        if not all(self._dictionaries[number].holds() for number in changed if number < known):
+            return False
+        self._words.accept()
         return True
-
-
-class _Quiet:
-    """Some that have not changed so far."""
-
-    def __init__(self, members: list[_Dictionary]) -> None:
-        self._members = members
-        self._note()
-
-    def _note(self) -> None:
-        self._holders = tuple(each.holder for each in self._members)
-        self._versions = list(map(dict_version, self._holders))
-        self._check = _guard(self._holders)
-
-    def stands(self) -> bool:
-        """Whether that is still so."""
-        return self._check(self._holders)
-
-    def give_up_moved(self) -> list[_Dictionary] | None:
-        """Those that changed in nothing that counts, from now on without them; None if there are others."""
-        now = map(dict_version, self._holders)
-        changed = [v != was for v, was in zip(now, self._versions, strict=True)]
-        moved = list(compress(self._members, changed))
-        if not all(each.holds() for each in moved):
-            return None
-        self._members = list(compress(self._members, map(not_, changed)))
-        self._note()
-        return moved
-
-
-def _guard(holders: tuple[dict[Any, Any], ...]) -> Callable[[Any], bool]:
-    """Tells whether the numbers are as now: by guards of torch's compiler if that is loaded, which need a
-    sixth of the time; to load it takes seconds."""
-    dynamo = sys.modules.get("torch._dynamo.guards")
-    if dynamo is None:
-        versions = list(map(dict_version, holders))
-        return lambda these: list(map(dict_version, these)) == versions
-    root, kind = RootGuardManager(), dynamo.GuardManagerType.GUARD_MANAGER
-    for number, holder in enumerate(holders):
-        entry = root.tuple_getitem_manager(number, str(number), holder, kind)
-        entry.add_dict_version_guard(holder, [""], None)
-    check: Callable[[Any], bool] = root.check
-    return check
 
 
 class _Shapes:
