@@ -18,7 +18,7 @@ from contract.training_loops import (
     train_eagerly,
     twins,
 )
-from ostinato.graphs import CaptureOptions, ConfigError
+from ostinato.graphs import CaptureOptions, ConfigError, graphed, make_graphed_callables
 
 
 def options():
@@ -47,7 +47,7 @@ def assert_refused_and_untouched(device, ours, theirs, match):
     assert mine.param_groups[0]["lr"] == 0.02
 
 
-def test_parameters_that_fully_shard_spreads_are_refused_by_name(device, alone):
+def sharded_twins(device):
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh(device.type, (1,))
@@ -56,7 +56,24 @@ def test_parameters_that_fully_shard_spreads_are_refused_by_name(device, alone):
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    assert_refused_and_untouched(device, *models, "embedding.weight is a DTensor")
+    return models
+
+
+def test_parameters_that_fully_shard_spreads_are_refused_by_name(device, alone):
+    assert_refused_and_untouched(device, *sharded_twins(device), "is a DTensor, as fully_shard")
+
+
+def test_parameters_that_fully_shard_spreads_are_in_no_other_graph(device, alone, caplog):
+    ours, theirs = sharded_twins(device)
+    batches = make_batches(device, [8] * 3)
+    with pytest.raises(ConfigError, match="is a DTensor, as fully_shard"):
+        make_graphed_callables(ours, (batches[0][0],))
+    with torch.no_grad():
+        served = graphed(lambda ids: ours(ids), ladder=[2, 4])
+        for ids, _ in batches:
+            torch.testing.assert_close(served(ids), theirs(ids), rtol=1e-5, atol=1e-6)
+    assert "is a DTensor, as fully_shard" in caplog.text
+    train_eagerly(ours, adamw(ours), batches)
 
 
 def test_data_parallel_that_counts_its_steps_is_refused_by_name(device, alone):

@@ -10,6 +10,7 @@ from ..capturing.autocast import clean_autocast_cache
 from ..capturing.gate import capture_gate, frozen_gc, turn
 from ..capturing.pool import GraphPool
 from ..capturing.segments import Bridges
+from ..checking.sharded import why_sharded
 from ..dispatching.ladder import Ladder, plain_int
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
@@ -107,6 +108,9 @@ def make_graphed_callables(
 
 def _refuse_some(functions: Sequence[Any]) -> None:
     for number, function in enumerate(functions):
+        why_not = why_sharded(function.modules()) if isinstance(function, torch.nn.Module) else None
+        if why_not is not None:
+            raise ConfigError(f"part {number}: {why_not}. The model is unchanged")
         if isinstance(function, torch.jit.ScriptModule):
             raise ConfigError(
                 f"part {number} is a torch.jit.ScriptModule, whose parameters cannot be followed: pass the "

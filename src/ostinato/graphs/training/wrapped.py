@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..checking.sharded import why_sharded
 from ..errors import ConfigError
 
 _HOST_KNOWS_WHO_IS_USED = (
@@ -46,19 +47,10 @@ def unwrapped(optimizer: Any, scaler: torch.amp.GradScaler | None, accumulate: i
 
 def refuse_what_is_spread(modules: Sequence[torch.nn.Module]) -> None:
     """Raises ConfigError for models whose parameters are spread over devices, or come and go."""
-    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    why_not = why_sharded(module for _, module in _all_of(modules))
+    if why_not is not None:
+        raise ConfigError(f"{why_not}. The model is unchanged")
     for name, module in _all_of(modules):
-        if isinstance(module, sharded):
-            raise ConfigError(
-                f"{name or 'the model'} is a FullyShardedDataParallel, which gathers parameters in every "
-                f"step and frees them again, but a graph needs them at fixed addresses: use "
-                f"DistributedDataParallel, or train without a graph. The model is unchanged"
-            )
-        if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
-            raise ConfigError(
-                "DataParallel copies the model to every device in every step, which no graph can repeat: use "
-                "DistributedDataParallel, one process for each device"
-            )
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) and module.static_graph:
             raise ConfigError(
                 "DistributedDataParallel(static_graph=True) counts its first steps and expects each to have "
@@ -102,14 +94,7 @@ def _all_of(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Modu
 
 
 def _refuse_subclass(name: str, tensor: torch.Tensor) -> None:
-    kind = type(tensor).__name__
-    if kind == "DTensor":
-        raise ConfigError(
-            f"{name} is a DTensor, as fully_shard (FSDP2) and tensor parallelism make: it is gathered in "
-            f"every step, at another address each time, but a graph needs fixed ones. Use "
-            f"DistributedDataParallel, or train without a graph. The model is unchanged"
-        )
     raise ConfigError(
-        f"{name} is a {kind}, a kind of tensor that consists of others, which a training step cannot record "
-        f"yet: train with plain tensors"
+        f"{name} is a {type(tensor).__name__}, a kind of tensor that consists of others, which a training "
+        f"step cannot record yet: train with plain tensors"
     )

@@ -12,6 +12,7 @@ from ..blame import line_using
 from ..capturing import python_draws
 from ..capturing.autocast import clean_autocast_cache
 from ..capturing.trial import Trials
+from ..checking.sharded import why_sharded
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
 from ..errors import OstinatoError
@@ -63,7 +64,7 @@ class FirstRun:
         self.result: Any = None
         """What it returned, if this run was the call."""
         self.stays = self.writes_inference_tensors = False
-        self.refusal = before.why_closed()
+        self.refusal = before.why_closed() or why_sharded(before.modules)
         if self.refusal is not None:
             return
         given = set(map(storage_address, batch.values()))
