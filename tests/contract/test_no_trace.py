@@ -268,6 +268,28 @@ def test_a_cache_that_decays_may_have_a_place_for_padding(device):
     assert f.report().replays == 3
 
 
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_cache_that_is_an_argument_may_have_a_place_for_padding(device, decays):
+    def step(x, slot, cache):
+        if decays:
+            cache.mul_(0.5)
+        cache[slot] = x
+        return cache[slot] + 1
+
+    f = wrap(step, [2, 4], pads={"slot": FREE}, shared=["cache"], options=strictly())
+    cache = torch.ones(PLACES, WIDTH, device=device)
+    twin = cache.clone()
+    for seed, n in enumerate((3, 1, 2)):
+        x, slot = randn(n, WIDTH, device=device, seed=seed), torch.arange(n, device=device)
+        assert same(f(x, slot, cache), step(x, slot, twin))
+        assert same(cache[:FREE], twin[:FREE])
+    assert f.report().replays == 3
+    assert f.verify().passed
+    g = wrap(step, [2, 4], shared=["cache"])
+    g(x, slot, cache)
+    assert 'pads={"slot": ...}' in str(g.report().failures)
+
+
 def test_a_cache_that_is_written_a_row_at_a_time_is_not_copied(device, monkeypatch):
     """A cache may take most of the memory there is."""
     cache = torch.zeros(1 << 16, WIDTH, device=device)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,13 @@ from ..inputs.buffers import Batch
 from ..journal import WrittenRegion
 from .differences import gross
 from .fixed_draws import DrawsAreMixed, FixedDraws
-from .padded_writes import HitPlaces, argument_of, refuse_writes_of_padding, without_a_place
+from .padded_writes import (
+    HitPlaces,
+    argument_of,
+    refuse_writes_of_padding,
+    without_a_place,
+    without_writes_of_padding,
+)
 from .telling_batches import (
     FLIPS,
     all_like,
@@ -78,14 +84,14 @@ def refuse_dependence_on_the_batch(
             name: times(value, -1.0) if value.is_floating_point() else value for name, value in given.items()
         }
         for batch in (given, negative):
-            trials = _refuse_dependence(runner, graph, shape, batch, flips, unknown=unknown)
-        is_compared = is_compared or trials is not None
-        if trials is not None and trials.writes:
+            tried = _refuse_dependence(runner, graph, shape, batch, flips, unknown=unknown)
+        is_compared = is_compared or tried is not None
+        if tried is not None and tried.trials.writes:
             for batch in showing_in_state(given, whole, fields):
                 _refuse_dependence(runner, graph, shape, batch, flips)
-        if trials is not None and _rows_mix(runner, graph, shape, given, trials):
+        if tried is not None and _rows_mix(runner, graph, shape, given, tried.trials):
             for batch, own_flips in telling(given, runner.buffers.fields, shape):
-                _refuse_dependence(runner, graph, shape, batch, max(flips, own_flips), with_state=False)
+                _refuse_dependence(runner, graph, shape, batch, max(flips, own_flips), known=tried.of_padding)
     if runner.outputs.with_several_each and not is_compared:
         raise CaptureError(f"{runner.outputs.with_several_each[0]} {_SEVERAL_EACH}")
 
@@ -109,6 +115,13 @@ def _worth_a_trial(
         smaller = graph
 
 
+class _Tried(NamedTuple):
+    """Trials that showed no dependence, and what padded rows may write."""
+
+    trials: Trials
+    of_padding: HitPlaces
+
+
 def _refuse_dependence(
     runner: Verifiable,
     graph: CapturedGraph,
@@ -116,10 +129,13 @@ def _refuse_dependence(
     batch: Batch,
     flips: float,
     *,
-    with_state: bool = True,
     unknown: Sequence[str] = (),
-) -> Trials | None:
-    """Returns the trials, which know what the step writes; None if it cannot be compared."""
+    known: HitPlaces | None = None,
+) -> _Tried | None:
+    """Returns the trials, which know what the step writes; None if it cannot be compared.
+
+    `known`: what padded rows may write, if state has been compared before and need not be again.
+    """
     trials = runner.trials()
 
     def allowed(dtype: torch.dtype) -> float:
@@ -130,15 +146,15 @@ def _refuse_dependence(
         try:
             inputs = unpadded_inputs(runner, batch, shape)
             with trials.undone():
-                wanted = trials.run_for_good(lambda: on_copies(runner, inputs, shape), counting=with_state)
+                wanted = trials.run_for_good(lambda: on_copies(runner, inputs, shape), counting=known is None)
                 alone = HitPlaces.of(trials.regions, inputs, runner.buffers.fields)
                 regions = [region for region in trials.regions if argument_of(region, inputs) is None]
-                regions = regions if with_state else []
+                regions = regions if known is None else []
                 wanted_state = _contents(regions)
         except Exception:
             return None
-        free = HitPlaces(())
-        if with_state:
+        free = known
+        if free is None:
             free = refuse_writes_of_padding(runner, graph, batch, shape, trials, alone, unknown)
         got, state = _rows_and_state(runner, graph, batch, shape, shape, trials, regions)
         if trials.draws_random:
@@ -147,6 +163,7 @@ def _refuse_dependence(
             full = shapes_to_try(graph.descriptor)[0]
             among = repeated(batch, runner.buffers.fields, shape, full)
             wanted, wanted_state = _rows_and_state(runner, graph, among, full, shape, trials, regions)
+        got = without_writes_of_padding(runner, graph, free, got, wanted)
         _, dependent = dependence(runner.outputs.names, got, wanted, allowed)
         if dependent is None and trials.draws_random:
             dependent = _dependent_with_fixed_draws(runner, graph, shape, batch, trials, allowed)
@@ -159,7 +176,7 @@ def _refuse_dependence(
             ]
             dependent = dependent_state(regions, state, wanted_state, free, allowed)
         if dependent is None:
-            return trials
+            return _Tried(trials, free)
         runner.buffers.fill(batch, shape, graph.descriptor)
         padded = trials.run(lambda: eager_rows(runner, graph, shape))
         _, wrong = dependence(runner.outputs.names, got, padded, allowed)

@@ -5,7 +5,7 @@ is harmless only if nobody uses this place, and only the caller can say so, by c
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -187,6 +187,25 @@ def refuse_writes_of_padding(
         by = [field for field in others if padded.besides(hits_with([field])).totals().get(place)]
         raise CaptureError(_complaint(place, tensor, rows, [field.name for field in by] or blank))
     return allowed
+
+
+def without_writes_of_padding(
+    runner: Verifiable,
+    graph: CapturedGraph,
+    of_padding: HitPlaces,
+    got: Sequence[Any],
+    wanted: Sequence[Any],
+) -> list[Any]:
+    """The results of a replay with what is wanted where padded rows may write: in an argument without rows
+    that the step writes in place, and which is therefore among its results."""
+    views, results = runner.buffers.views(graph.descriptor), list(got)
+    for name, view in views.items():
+        hits = [hit for place, hit in of_padding.hits if place == name and hit.total]
+        for at, leaf in enumerate(graph.leaves if hits and len(got) == len(wanted) else ()):
+            if isinstance(leaf, torch.Tensor) and _is_same_view(leaf, view) and got[at].shape == view.shape:
+                free = _painted(hits, WrittenRegion(view, view))
+                results[at] = torch.where(free, got[at], wanted[at])
+    return results
 
 
 def without_a_place(batch: Batch, fields: Sequence[Field]) -> list[str]:

@@ -30,7 +30,7 @@ from ..journal import WrittenRegion
 from ..trimming import same_constant
 from .differences import difference, gross
 from .fixed_draws import DrawsAreMixed, FixedDraws
-from .padded_writes import HitPlaces, argument_of, refuse_writes_of_padding
+from .padded_writes import HitPlaces, argument_of, refuse_writes_of_padding, without_writes_of_padding
 from .telling_batches import telling
 from .trial_rows import (
     Verifiable,
@@ -228,6 +228,8 @@ class _Checking:
         self._runner, self._make, self._generator, self._tolerance = runner, make, generator, tolerance
         self._compares = compares
         self.notes: list[str] = []
+        self._of_padding = HitPlaces(())
+        """What padded rows may write, as the last comparison of state found."""
 
     def check(self, graph: CapturedGraph, shape: BatchShape) -> Check:
         runner, names = self._runner, self._runner.outputs.names
@@ -428,6 +430,9 @@ class _Checking:
             runner.buffers.fill(batch, shape, graph.descriptor)
             runner.launch(graph)
             got, left = real_rows(runner, graph.leaves, shape), [region.read() for region in regions]
+        if with_state:
+            self._of_padding = of_padding
+        got = without_writes_of_padding(runner, graph, self._of_padding, got, wanted)
         off, dependent = dependence(names, got, wanted, allowed)
         if dependent is None and with_state:
             dependent = dependent_state(regions, left, kept, of_padding, allowed)
