@@ -310,6 +310,47 @@ def test_a_cache_that_is_written_a_row_at_a_time_is_not_copied(device, monkeypat
     assert max(largest) < cache.numel()
 
 
+@torch.library.custom_op("ostinato_tests::store", mutates_args=("table", "scratch"))
+def store(x: torch.Tensor, slot: torch.Tensor, table: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    scratch[: len(x)] = x * 2
+    table[slot] = scratch[: len(x)]
+    return scratch[: len(x)] + 1
+
+
+def test_an_operator_of_somebody_elses_may_work_in_memory_but_not_write_where_padding_says(device):
+    table, scratch = (torch.ones(PLACES, WIDTH, device=device) for _ in range(2))
+    twin = table.clone()
+
+    def step(x, slot):
+        return store(x, slot, table, scratch)
+
+    x = randn(3, WIDTH, device=device)
+    with pytest.raises(CaptureError, match=r'pads=\{"slot": \.\.\.\}'):
+        wrap(step, [2, 4], options=strictly())(x, ints([3, 1, 2], device))
+    f = wrap(step, [2, 4], pads={"slot": FREE}, options=strictly())
+    assert same(table, twin)
+    for seed, n in enumerate((3, 1, 2)):
+        x, slot = randn(n, WIDTH, device=device, seed=seed), torch.arange(n, device=device)
+        assert same(f(x, slot), x * 2 + 1)
+        twin[slot] = x * 2
+        assert same(table[:FREE], twin[:FREE])
+    assert f.report().replays == 3
+
+
+def test_a_tensor_that_a_trial_of_another_size_resized_has_its_size_again(device):
+    into = torch.zeros(4, WIDTH, device=device)
+
+    def step(x):
+        torch.mul(x, 2, out=into)
+        return into + 1
+
+    f = wrap(step, [4])
+    with pytest.warns(UserWarning, match="resized"):
+        f.capture(randn(4, WIDTH, device=device))
+    assert into.shape == (4, WIDTH)
+    assert same(into, torch.zeros_like(into))
+
+
 # -- extrema and histories ---------------------------------------------------------------------------
 
 KEPT = {

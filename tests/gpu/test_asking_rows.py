@@ -84,7 +84,8 @@ def test_a_graph_does_what_is_done_outside(device: torch.device, num_asking: int
         asking_rows.sample_asking(case.logits, rows, places, asked, *inside, has_filters=has_filters)
         return ()
 
-    function = graphed(step, ladder=[num_asking], options=CaptureOptions(strict=True))
+    pads = {"rows": 0, "places": 0}
+    function = graphed(step, ladder=[num_asking], pads=pads, options=CaptureOptions(strict=True))
     function.capture(torch.zeros_like(case.rows), torch.zeros_like(case.places))
     texts = set()
     for _ in range(20):
@@ -124,7 +125,8 @@ def test_logits_are_those_of_the_kernel_just_before(
         asking_rows.sample_asking(scores, rows, places, asked, *lines, has_filters=has_filters)
         return ()
 
-    run = graphed(step, ladder=[32], options=CaptureOptions(strict=True)) if captured else step
+    pads = {"rows": 0, "places": 0}
+    run = graphed(step, ladder=[32], pads=pads, options=CaptureOptions(strict=True)) if captured else step
     if captured:
         run.capture(case.rows, case.places)
     for turn in range(1, 41):

@@ -122,7 +122,9 @@ def test_one_graph_serves_any_lengths_of_its_rung(device, backend, name):
         return functions.attend(q, k_cache, v_cache, batch, scale=case.scale)
 
     shared = ("page_table", "req_rows", "seq_lens", "query_starts", "query_lens")
-    function = graphed(captured, ladder=[case.q.size(0)], shared=shared, options=CaptureOptions(strict=True))
+    pads = {"token_rows": 0, "positions": 0}  # page 0 is padding's
+    options = CaptureOptions(strict=True)
+    function = graphed(captured, ladder=[case.q.size(0)], shared=shared, pads=pads, options=options)
     tokens = (case.q, case.k, case.v, case.batch.token_rows, case.batch.positions)
     requests = [getattr(case.batch, field) for field in shared]
     idle = [torch.zeros_like(tensor) for tensor in requests]
@@ -199,8 +201,8 @@ def test_sampling_is_captured_at_a_real_vocabulary(device):
         return tokens, logprobs.chosen, logprobs.top_tokens, logprobs.top
 
     rows = torch.arange(1, n + 1, dtype=torch.int32, device=device)
-    # Row 0 is padding's, and has no settings here.
-    function = graphed(captured, ladder=[n], pads={"rows": 1}, options=CaptureOptions(strict=True))
+    # Row 0 is padding's.
+    function = graphed(captured, ladder=[n], pads={"rows": 0}, options=CaptureOptions(strict=True))
     for shift in range(3):
         before = counts.clone()
         replayed = [part.clone() for part in function(logits, positions + shift, rows, *settings)]

@@ -11,7 +11,7 @@ regions, so the same journal undoes that as well, without being active during it
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -121,6 +121,8 @@ class Hits(NamedTuple):
     """In a shape that can be broadcast to the tensor's; None if it wrote every element once."""
     is_masked: bool = False
     """Whether several entries for one element show as one."""
+    is_opaque: bool = False
+    """Whether the call is no operator of torch's: counted is what it changed, maybe memory to work in."""
 
     @property
     def total(self) -> int:
@@ -152,6 +154,15 @@ class WrittenRegion:
         return now.clone() if self.rows is None else self.rows.read(now)
 
 
+def _give_shape_of(tensor: torch.Tensor | None, before: torch.Tensor) -> None:
+    """As an `out=` of another size it may have been resized, perhaps to what its memory did not hold."""
+    if tensor is None or tensor.shape == before.shape:
+        return
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() == before.untyped_storage().data_ptr():
+        tensor.set_(storage, before.storage_offset(), before.size(), before.stride())  # type: ignore[call-overload]
+
+
 class SavedWrites:
     """Regions that were there before a run, saved before the run writes them; it sees each call twice.
 
@@ -169,6 +180,7 @@ class SavedWrites:
         self._created: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
         self.regions: list[WrittenRegion] = []
+        self._num_looked_at = 0
         self.written: set[int] = set()
         """Addresses of the storages from before that are written."""
         self.written_tensors: list[torch.Tensor] = []
@@ -189,6 +201,12 @@ class SavedWrites:
 
     def after(self, given: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
         """It was made with these tensors and gave those; which of them lie in memory of their own."""
+        for at in range(self._num_looked_at, len(self.regions)):
+            region = self.regions[at]
+            if region.hits is not None and region.hits.is_opaque:
+                changed = (settled(region.tensor) != region.before).int()
+                self.regions[at] = replace(region, hits=region.hits._replace(counts=changed))
+        self._num_looked_at = len(self.regions)
         known = {storage_address(tensor) for tensor in given}
         new = [tensor for tensor in results if storage_address(tensor) not in known]
         self._created.update(map(storage_address, new))
@@ -212,6 +230,8 @@ class SavedWrites:
         if storage_address(tensor) in self._created or tensor.numel() == 0 or self._is_ignored(tensor):
             return
         target = tensor.detach()
+        ref = weakref.ref(tensor)
+        self._undo.append(lambda: _give_shape_of(ref(), target))
         if storage_address(tensor) not in self.written:
             self.written.add(storage_address(tensor))
             self.written_tensors.append(target)
@@ -219,7 +239,9 @@ class SavedWrites:
         rows = rows_of(func, target, args, kwargs)
         hits = None
         if self._counts_hits:
-            hits = Hits(target, hits_of(func, target, args, kwargs), is_masked(func, args, kwargs))
+            counts, by_mask = hits_of(func, target, args, kwargs), is_masked(func, args, kwargs)
+            is_opaque = func.namespace not in ("aten", "c10d", "_c10d_functional")
+            hits = Hits(target, counts, by_mask, is_opaque)
         if rows is None:
             saved = settled(target).clone()
             self._undo.append(lambda: settled(target).copy_(saved))

@@ -42,11 +42,12 @@ class HitPlaces(NamedTuple):
                 found.append((storage_address(region.tensor) if name is None else name, region.hits))
         return cls(found)
 
-    def totals(self) -> dict[Place, int]:
-        """The number of entries that wrote to each place."""
+    def totals(self, *, opaque: bool = False) -> dict[Place, int]:
+        """The number of entries that wrote to each place, by operators of torch's or by others."""
         totals: dict[Place, int] = {}
         for place, hit in self.hits:
-            totals[place] = totals.get(place, 0) + hit.total
+            if hit.is_opaque == opaque:
+                totals[place] = totals.get(place, 0) + hit.total
         return totals
 
     def besides(self, other: "HitPlaces") -> "HitPlaces":
@@ -59,13 +60,13 @@ class HitPlaces(NamedTuple):
                 more = torch.zeros((), dtype=torch.int32, device=one.tensor.device)
             else:
                 more = (one.counts - two.counts).clamp(min=0)
-            found.append((place, Hits(one.tensor, more)))
+            found.append((place, one._replace(counts=more)))
         return HitPlaces(found)
 
     @property
     def total(self) -> int:
         """The number of entries that wrote."""
-        return sum(self.totals().values())
+        return sum(hit.total for _, hit in self.hits)
 
     def tensor_at(self, place: Place) -> torch.Tensor:
         """The tensor by which a place was written first."""
@@ -84,6 +85,9 @@ class HitPlaces(NamedTuple):
                 free = torch.stack([region.rows.read(each) for each in by_row]).all(0)
             else:
                 free = _painted(ours, region)
+        if region.hits is not None and region.hits.is_opaque and region.hits.counts is not None:
+            changed = region.hits.counts > 0
+            return changed if free is None else free & changed
         if region.rows is not None and region.hits is not None and not region.rows.is_sum:
             assert region.hits.counts is not None
             once = region.rows.read((region.hits.counts < 2).expand(region.tensor.shape))
@@ -166,7 +170,8 @@ def refuse_writes_of_padding(
             f"known, because in {names} all rows of the example hold what padding holds: capture with other "
             f"values, declare pads= for {names}, or capture a graph for every size"
         )
-    if not more:
+    opaque = padded.totals(opaque=True)
+    if not (more or opaque):
         return HitPlaces(())
 
     def hits_with(fields: Sequence[Field]) -> HitPlaces:
@@ -186,6 +191,11 @@ def refuse_writes_of_padding(
             continue
         by = [field for field in others if padded.besides(hits_with([field])).totals().get(place)]
         raise CaptureError(_complaint(place, tensor, rows, [field.name for field in by] or blank))
+    for field in others if opaque else ():
+        # Memory to work in is written whatever rows hold, and what it held does not matter.
+        by_field = padded.besides(hits_with([field])).besides(alone).totals(opaque=True)
+        for place in (place for place, number in by_field.items() if number):
+            raise CaptureError(_complaint(place, padded.tensor_at(place), rows, [field.name]))
     return allowed
 
 
