@@ -319,6 +319,56 @@ def test_a_tensor_of_inference_mode_is_refused_as_without_graphs(device):
         f(x)
 
 
+@dataclass
+class State:
+    hidden: torch.Tensor
+
+
+REFILLED = {
+    "dictionary": (lambda x: {"h": x * 0}, lambda x, s: s.update(h=s["h"] + x), lambda s: s["h"]),
+    "new entry": (lambda x: {"h": x * 0}, lambda x, s: s.setdefault("n", x + 1), lambda s: s.get("n")),
+    "list": (lambda x: [x * 0], lambda x, s: s.append(x + 1), lambda s: s[-1]),
+    "inner list": (lambda x: {"l": [x]}, lambda x, s: s["l"].insert(0, x * 2), lambda s: s["l"][0]),
+    "dataclass": (
+        lambda x: State(x * 0),
+        lambda x, s: setattr(s, "hidden", s.hidden + x),
+        lambda s: s.hidden,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFILLED)
+def test_a_function_that_refills_its_argument_is_refused_by_name(device, kind):
+    make, change, look = REFILLED[kind]
+
+    def step(x, state):
+        change(x, state)
+        return x * 2
+
+    f = wrap(step)
+    x = randn(3, WIDTH, device=device)
+    state, wanted = make(x), make(x)
+    for _ in range(2):
+        assert same(f(x, state), step(x, wanted))
+        assert same(look(state), look(wanted))
+    assert f.report().replays == 0
+    assert all("argument state" in cause for cause in f.report().failures.values())
+
+
+def test_a_function_that_makes_its_own_lists_is_served(device):
+    def step(x, states):
+        states = [*states, x]
+        copied = dict(enumerate(states))
+        copied[0] = copied[0] + 1
+        return torch.stack([copied[0], *states], 1)
+
+    f = wrap(step)
+    x = randn(3, WIDTH, device=device)
+    for _ in range(2):
+        assert same(f(x, [x * 2, x * 3]), step(x, [x * 2, x * 3]))
+    assert reasons(f) == {}
+
+
 # -- said, and checked ---------------------------------------------------------------------------------
 
 

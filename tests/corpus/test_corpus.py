@@ -37,7 +37,6 @@ DIFFERENT = {
     "itertools.count and next in forward": "trial runs take from the iterator",
     "graph attention with scatter_reduce and a softmax by node": "padding joins a group of real rows",
     "default dtype switched to double": "torch's default type is not among what is noticed",
-    "state dictionary updated by the function": "replays put nothing into an argument's containers",
     "hidden state written in place and returned as well": "an argument that is returned is another object",
     "one result returned twice": "one tensor returned twice comes back as two",
     "a parameter returned beside the result": "the parameter comes back as another tensor object",

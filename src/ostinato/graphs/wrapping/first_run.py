@@ -75,7 +75,7 @@ class FirstRun:
         try:
             try:
                 copies = _copies(batch)
-                result, reshaped = _run(function, signature, copies, trials, ran)
+                result, refilled, reshaped = _run(function, signature, copies, trials, ran)
             except Exception as error:
                 if not is_call or isinstance(error, OstinatoError):
                     raise
@@ -83,7 +83,7 @@ class FirstRun:
                 before.put_back(before.changed())
                 # Whoever raises without being watched, too, raises that.
                 copies = _copies(batch) if may_stay else dict(batch)
-                result, reshaped = _run(function, signature, copies, trials, ran, observed=False)
+                result, refilled, reshaped = _run(function, signature, copies, trials, ran, observed=False)
                 told = f"{type(error).__name__}: {error}"
                 self.refusal = f"the step works, but fails when observed, which a capture requires: {told}"
             # A copy: so whatever of it is alive afterwards is state of the function's.
@@ -93,7 +93,8 @@ class FirstRun:
             del result, leaves
             changed = before.changed()
             self.grown = {holder for holder, _ in changed}
-            self.stays = self.refusal is not None or (may_stay and trials.makes_state)
+            # What was put into the caller's containers is not there, so that such a run cannot be the call.
+            self.stays = self.refusal is not None or (may_stay and not refilled and trials.makes_state)
             own = {storage_address(copy) for copy in copies.values()}
             self.written = tuple(n for n, copy in copies.items() if trials.wrote(storage_address(copy)))
             self.reads = {storage_address(tensor) for tensor in trials.reads} - own
@@ -102,6 +103,11 @@ class FirstRun:
                 self.refusal = trials.obstacle
             elif drawn != python_draws.generators():
                 self.refusal = self.refusal or python_draws.WHY_NOT
+            elif refilled:
+                self.refusal = self.refusal or (
+                    f"the step puts something else into its argument {', '.join(refilled)} (a list, dictionary "
+                    f"or object), and a replay would not: return it, or write to the tensors that are there"
+                )
             elif reshaped:
                 self.refusal = self.refusal or (
                     f"the step changes the shape or the memory of its argument {', '.join(reshaped)} "
@@ -197,12 +203,14 @@ def _run(
     ran: Ran,
     *,
     observed: bool = True,
-) -> tuple[Any, list[str]]:
-    """The result, and the inputs to which the function gives another shape or other memory."""
+) -> tuple[Any, list[str], list[str]]:
+    """The result, the arguments into which the function puts something else, and the inputs to which it gives
+    another shape or other memory."""
     before = {name: geometry(value) for name, value in inputs.items()}
     with step_mode(GraphMode.NONE), torch.no_grad(), clean_autocast_cache(), ran.noted():
-        result = trials.run_for_good(lambda: signature.call(function, inputs), observed=observed)
-    return result, [name for name, value in inputs.items() if geometry(value) != before[name]]
+        step = lambda: signature.call_and_look(function, inputs)  # noqa: E731
+        result, refilled = trials.run_for_good(step, observed=observed)
+    return result, refilled, [name for name, value in inputs.items() if geometry(value) != before[name]]
 
 
 def _give_back(copy: torch.Tensor, original: torch.Tensor, *, is_reshaped: bool) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -180,12 +181,32 @@ class Signature:
 
     def call(self, function: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> Any:
         """Call the function with these tensors in place of its own."""
+        args, kwargs = self._arguments(inputs)
+        return function(*args, **kwargs)
+
+    def call_and_look(
+        self, function: Callable[..., Any], inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, list[str]]:
+        """The same, and the arguments (lists, dictionaries, dataclasses) that hold something else now."""
+        args, kwargs = self._arguments(inputs)
+        names = [*_parameter_names(function, len(args)), *kwargs]
+        given = [*args, *kwargs.values()]
+        before = [] if self.is_flat else list(map(flatten, given))
+        result = function(*args, **kwargs)
+        changed = []
+        for name, value, (leaves, structure) in zip(names, given, before, strict=False):
+            now, structure_now = flatten(value)
+            if structure_now != structure or not all(map(is_, now, leaves)):
+                changed.append(name)
+        return result, changed
+
+    def _arguments(self, inputs: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = [
             constant if field is None else inputs[field.name]
             for field, constant in zip(self.fields, self.constants, strict=True)
         ]
-        args, kwargs = self.structure.filled(leaves)
-        return function(*args, **kwargs)
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = self.structure.filled(leaves)
+        return arguments
 
 
 def is_opaque(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
