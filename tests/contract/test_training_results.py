@@ -178,7 +178,8 @@ def test_a_number_that_python_counts_is_in_no_graph(device, caplog):
         [float(loss) for loss, _ in expected], rel=1e-4
     )
     assert replays(step) == 0
-    assert "differs from call to call" in caplog.text
+    assert len(caplog.messages) == 1
+    assert "capture-failed" in caplog.text
     counts = [count for _, count in found]
     assert counts == sorted(set(counts)), "each step runs Python"
 

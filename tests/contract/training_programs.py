@@ -112,12 +112,18 @@ def classifier(make_step, device):
 
 
 @program
-def label_smoothing_and_class_weights(make_step, device):
+def label_smoothing(make_step, device):
     model = made(0, device, lambda: mlp(6, 16, 4))
-    loss_fn = nn.CrossEntropyLoss(
-        weight=torch.tensor([1.0, 2.0, 0.5, 1.0], device=device), label_smoothing=0.1
-    )
+    loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
     step = make_step(model, loss_fn, fused(model), clip_norm=0.5)
+    return [step(*batch) for batch in classified(device)], [model]
+
+
+@program
+def class_weights(make_step, device):
+    model = made(0, device, lambda: mlp(6, 16, 4))
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.0], device=device))
+    step = make_step(model, loss_fn, fused(model))
     return [step(*batch) for batch in classified(device)], [model]
 
 

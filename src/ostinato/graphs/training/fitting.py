@@ -55,6 +55,7 @@ def _error_of_recording(
     try:
         with optimizer.undone_in_python(), optimizer.without_hooks(), torch.no_grad():
             optimizer.become_static()
+            optimizer.refuse_state_elsewhere()
             changing = [*optimizer.changing(), *(p.grad for p in optimizer.parameters if p.grad is not None)]
             state = {str(number): tensor for number, tensor in enumerate(changing)}
             trials = Trials(pool.backend, state=state, generators=options.generators)

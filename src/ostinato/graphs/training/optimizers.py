@@ -418,10 +418,15 @@ class StaticOptimizer:
                 f"{name} keeps {changed or 'state'} in Python or in a tensor created anew in every step: a "
                 f"graph would repeat one step forever. Keep it in tensors that are changed in place"
             )
-        elsewhere = next((entry[0] for entry in now if len(entry) == 3 and entry[2] != self._device), None)
+        self.refuse_state_elsewhere()
+
+    def refuse_state_elsewhere(self) -> None:
+        """Raises CaptureError if its state is not all on the device."""
+        elsewhere = next((key for _, key, value in self._entries() if value.device != self._device), None)
         if elsewhere is not None:
             raise CaptureError(
-                f"{name} keeps {elsewhere} on the host, where a graph cannot change it: use a capturable one"
+                f"{type(self._optimizer).__name__} keeps {elsewhere} on the host, where a graph cannot change "
+                f"it: use a capturable one"
             )
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
