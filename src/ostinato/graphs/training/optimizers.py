@@ -425,8 +425,8 @@ class StaticOptimizer:
         elsewhere = next((key for _, key, value in self._entries() if value.device != self._device), None)
         if elsewhere is not None:
             raise CaptureError(
-                f"{type(self._optimizer).__name__} keeps {elsewhere} on the host, where a graph cannot change "
-                f"it: use a capturable one"
+                f"{type(self._optimizer).__name__} keeps {elsewhere} on the host, where a graph cannot "
+                f"change it: use a capturable one"
             )
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
