@@ -221,7 +221,8 @@ class GraphSet:
         watch = ObstacleWatch(piecewise=key.mode is GraphMode.PIECEWISE)
         with suppress(Exception):
             self._recorder.run_within(watch, key.descriptor)
-        there = [each for each in watch.obstacles if (each.where, each.inside) == (error.where, error.inside)]
+        there = [each for each in watch.obstacles if each.where == error.where]
+        there.sort(key=lambda each: each.inside != error.inside)
         if not there:
             return CaptureError(error.message, where=error.where, inside=error.inside)
         found = Forbidden(there[0].what, there[0].why)
