@@ -105,8 +105,8 @@ class FirstRun:
                 self.refusal = self.refusal or python_draws.WHY_NOT
             elif refilled:
                 self.refusal = self.refusal or (
-                    f"the step puts something else into its argument {', '.join(refilled)} (a list, dictionary "
-                    f"or object), and a replay would not: return it, or write to the tensors that are there"
+                    f"the step puts something else into its argument {', '.join(refilled)} (a list, "
+                    f"dictionary or object), and a replay would not: return it, or write to the tensors in it"
                 )
             elif reshaped:
                 self.refusal = self.refusal or (
