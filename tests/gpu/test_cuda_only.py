@@ -186,20 +186,21 @@ def test_results_copied_to_pinned_memory_are_those_of_the_call(device):
     landed = torch.zeros(4, 1 << 20, pin_memory=True)
     scale = torch.ones((), device=device)
 
-    def step(x):
-        y = x
+    def step(x, source):
+        y = source
         for _ in range(50):
             y = y * scale
-        landed[: len(x)].copy_(y, non_blocking=True)
+        landed.copy_(y, non_blocking=True)
         return x + 1
 
-    f = graphed(step, ladder=[4], options=CaptureOptions(strict=True))
+    f = graphed(step, ladder=[4], shared=["source"], options=CaptureOptions(strict=True))
     for turn in range(3):
-        x = torch.full((4, 1 << 20), float(turn + 1), device=device)
-        result = f(x)
+        x = torch.full((4, 1 << 10), float(turn + 1), device=device)
+        source = torch.full((4, 1 << 20), float(turn + 1), device=device)
+        result = f(x, source)
         torch.cuda.synchronize()
         assert same(result, x + 1)
-        assert same(landed, x.cpu())
+        assert same(landed, source.cpu())
     assert not f.report().eager_steps
 
 
