@@ -83,8 +83,11 @@ def refuse_dependence_on_the_batch(
         negative = {
             name: times(value, -1.0) if value.is_floating_point() else value for name, value in given.items()
         }
+        tried: _Tried | None = None
         for batch in (given, negative):
-            tried = _refuse_dependence(runner, graph, shape, batch, flips, unknown=unknown)
+            # What writes nothing need not be watched with padding again.
+            known = tried.of_padding if tried is not None and not tried.trials.writes else None
+            tried = _refuse_dependence(runner, graph, shape, batch, flips, unknown=unknown, known=known)
         is_compared = is_compared or tried is not None
         if tried is not None and tried.trials.writes:
             for batch in showing_in_state(given, whole, fields):
