@@ -268,14 +268,18 @@ def _judge(
     expected: dict[str, Any],
 ) -> None:
     """Fills in what differs, and the outcome if it is a bad one."""
-    if raised is not None and (wanted is None or type(raised) is not type(wanted)):
+    if wanted is not None and raised is not None and type(raised) is type(wanted):
+        result.outcome = "crashed"
+        result.error = f"the program fails without graphs, too: {type(wanted).__name__}: {wanted}"
+        return
+    if raised is not None:
         named = isinstance(raised, OstinatoError)
         result.outcome = "raised-by-name" if named else "crashed"
         result.error = f"{type(raised).__name__}: {raised}"
         if not named:
             result.error += "\n" + "".join(traceback.format_tb(raised.__traceback__)[-6:])
-    if wanted is not None and (raised is None or str(raised) != str(wanted)) and result.outcome == "right":
-        result.differences.append(f"raises {raised!r} instead of {wanted!r}")
+    if wanted is not None and raised is None:
+        result.differences.append(f"raises nothing instead of {wanted!r}")
     for place, (one, other) in enumerate(zip(ours.shown_then, eager.shown_then, strict=False)):
         _note(result, difference(one, other, f"result {place}"))
     if result.outcome == "right":
@@ -322,7 +326,9 @@ def _diagnose(result: Result, world: World) -> None:
     """Has the graphs verified and diagnosed; neither may leave a trace."""
 
     def state() -> Any:
-        random_state = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1])
+        random_state = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]]
+        if world.device.type == "cuda":
+            random_state.append(torch.cuda.get_rng_state(world.device))
         return snapshot((world.drawn, world.watched, random_state))
 
     healthy = result.outcome in ("right", "right-partly-eager")

@@ -117,6 +117,9 @@ def test_a_difference_is_seen(device):
         if not world.graphs:
             raise RuntimeError("only eager")
 
+    def broken(world):
+        yield world.randn(3) @ world.randn(4)
+
     def right(world):
         yield world.randn(3)
         world.attempt(lambda: world.randn(3) @ world.randn(4))
@@ -125,4 +128,4 @@ def test_a_difference_is_seen(device):
         return run_program(Program("own", (), body), str(device)).outcome
 
     assert [outcome(body) for body in (wrong, changed, held, silent)] == ["wrong"] * 4
-    assert [outcome(body) for body in (crashed, right)] == ["crashed", "right"]
+    assert [outcome(body) for body in (crashed, broken, right)] == ["crashed", "crashed", "right"]
