@@ -55,7 +55,7 @@ def test_the_pool_is_about_what_an_eager_step_takes(device, size):
 
 def test_trials_of_padding_take_little_more_than_an_eager_step(device, monkeypatch):
     """Of a model whose answers are most of what a step holds, as a language model's are."""
-    words = 2048
+    words = 65_536  # many chunks of a comparison
     model = torch.nn.Sequential(torch.nn.Embedding(words, 8), torch.nn.Linear(8, words)).to(device)
 
     def loss_fn(logits, targets):

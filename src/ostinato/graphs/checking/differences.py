@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 """Elements that are compared at a time: no copy of all is made in a wider type."""
 _SAMPLE = 1 << 16
 """Elements that the median is taken of."""
