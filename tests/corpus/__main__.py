@@ -189,9 +189,10 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]], seconds: f
     from corpus.registry import OUTCOMES
 
     cuda = options.device.startswith("cuda")
+    words = sys.argv[1 : sys.argv.index("--out")] + sys.argv[sys.argv.index("--out") + 2 :]
     counts = Counter(one["outcome"] for one in results)
     whole = {
-        "command": "cd tests && python -m corpus " + " ".join(sys.argv[1:]),
+        "command": " ".join(["cd tests && python -m corpus", *words, "--out", options.out.name]),
         "machine": {
             "date": time.strftime("%Y-%m-%d"),
             "python": platform.python_version(),

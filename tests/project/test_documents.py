@@ -80,3 +80,14 @@ def test_code_of_the_readme_runs() -> None:
     names: dict[str, Any] = {}
     exec(runtime, names)
     assert names["y"].shape == (5, 8)
+
+
+def test_figures_of_ordinary_programs_are_those_of_the_result() -> None:
+    page, measured = (ROOT / "docs/graphs.md").read_text(), result("ordinary-programs-cpu.json")
+    counts = measured["outcomes"]
+    counts["different"] = counts.pop("wrong") + counts.pop("crashed")
+    section = page.split("### What ordinary code does")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([a-z, ]+) \| (\d+) \|", section, re.MULTILINE)
+    assert {name.replace(", ", "-").replace(" ", "-"): int(count) for name, count in rows} == counts
+    assert section.strip().startswith(f"{sum(counts.values())} programs")
+    assert f"{measured['false_alarms']} programs that are right" in section
