@@ -677,3 +677,19 @@ def test_what_peft_does_to_its_adapters(device, change):
             except AddressError:  # weights were replaced, and it says so
                 return
             assert torch.allclose(got, model(x), atol=1e-5)
+
+
+def test_what_only_code_of_packages_that_did_not_run_reaches_costs_no_graph(device):
+    """Packages around a model reach iterators, such as the count of file locks, that no step takes from."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = get_peft_model(GPT2LMHeadModel(config), lora).to(device)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    step = graphed_train_step(model, lambda out, labels: out.loss, optimizer)
+    ids = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    for _ in range(3):
+        step({"input_ids": ids, "labels": ids}, ids)
+    assert step.report().replays == 2

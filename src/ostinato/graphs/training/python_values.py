@@ -19,6 +19,7 @@ from ..capturing import python_draws
 from ..dispatching.dispatch import Reason
 from ..journal import WriteJournal
 from ..memory import storage_address
+from ..wrapping.code_names import Ran
 from ..wrapping.holders import Key
 from ..wrapping.reached import Reached
 from ..wrapping.standing import Comparison
@@ -44,6 +45,8 @@ class PythonValues:
         `capture_again`: what warnings call that which runs, and the call that captures it again."""
         self._runs, self._capture_again = runs, capture_again
         self._roots, self._with_hooks_of = roots, with_hooks_of
+        self._ran = Ran()
+        """The code that steps ran: of installed packages, only that counts."""
         self._named_assigned: set[str] = set()
         self._unnamed: list[str] = []
         self._own: set[Key] = set()
@@ -55,13 +58,15 @@ class PythonValues:
         self._told: set[str] = set()
 
     def _reached(self, ignored: Collection[Key] = ()) -> Reached:
-        return Reached(*self._roots, ignored=ignored, with_hooks_of=self._with_hooks_of)
+        ran = self._ran.codes
+        return Reached(*self._roots, ignored=ignored, with_hooks_of=self._with_hooks_of, ran=ran)
 
     @contextmanager
     def first_step(self) -> Iterator[None]:
         """Around a step: what is assigned inside counts as assigned by the step itself."""
         before = self._reached()
-        yield
+        with self._ran.noted():
+            yield
         self._own |= before.changed()
         self.note()
 
@@ -90,7 +95,8 @@ class PythonValues:
         (buffers are state, read or not), or anything else that makes the next step do different work."""
         between = self._reached()
         addresses, drawn = [tensor.data_ptr() for tensor in between.tensors], python_draws.generators()
-        journal = run()
+        with self._ran.noted():
+            journal = run()
         carried = between.carried()
         assigned = self._name_assigned_since(between)
         pairs = zip(between.tensors, addresses, strict=True)
