@@ -1,7 +1,9 @@
 """What a call returns is the caller's for good, and shares memory with what it would share memory with."""
 
 import asyncio
+from collections import OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -289,3 +291,78 @@ def test_results_of_eager_parts_last_too(device):
     for x, out in zip(xs, outs, strict=True):
         assert same(out, (x * 2 + 1, (x + 1) * 3))
     assert reasons(f) == {}
+
+
+# -- containers ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counted(OrderedDict):
+    """Its constructor does more than to put values in their places."""
+
+    logits: torch.Tensor
+    others: tuple | None = None
+
+    def __post_init__(self):
+        self["logits"], self.rows = self.logits, len(self.logits)
+
+
+@dataclass
+class Kept(OrderedDict):
+    """Holds the same as entry and as attribute, as the outputs of transformers do."""
+
+    logits: torch.Tensor
+    others: tuple | None = None
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self["logits"], self["others"] = self.logits, self.others
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+for kind in (Counted, Kept):
+    names = [torch.utils._pytree.MappingKey("logits"), torch.utils._pytree.MappingKey("others")]
+    torch.utils._pytree.register_pytree_node(
+        kind,
+        lambda made: ([made.logits, made.others], None),
+        lambda leaves, _, kind=kind: kind(*leaves),
+        flatten_with_keys_fn=lambda made: (list(zip(names, [made.logits, made.others], strict=True)), None),
+    )
+
+
+def seen(value):
+    """All that can be seen of a result, without the identities of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value or ()))
+    attributes = list(getattr(value, "__dict__", {}).items())
+    numbers = [entry for entry in attributes if isinstance(entry[1], int)]
+    others = [(key, inner) for key, inner in (*entries, *attributes) if not isinstance(inner, int)]
+    return type(value), numbers, [(key, seen(inner)) for key, inner in others]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: Counted(x * 2, (x + 1, None)),
+        lambda x: Kept(x * 2, (x + 1, [x])),
+        lambda x: {"b": Kept(x * 2), "a": Pair(x + 1, ())},
+        lambda x: Pair(OrderedDict(b=x * 2, a=None), [[x + 1]]),
+    ],
+    ids=["counted", "kept", "nested", "plain"],
+)
+@pytest.mark.parametrize("results", ["copied", "guarded"])
+def test_containers_are_those_that_the_function_returns_at_every_size(device, made, results):
+    f = wrap(made, [2, 4], results=results)
+    before = []
+    for rows in (4, 3, 3, 2, 1, 4):
+        x = randn(rows, WIDTH, device=device, seed=rows)
+        result = f(x)
+        assert seen(result) == seen(made(x)), rows
+        if isinstance(result, Kept):
+            assert result["logits"] is result.logits
+            assert result["others"] is result.others
+        assert not any(result is other for other in before)
+        before.append(result)
+    assert not f.report().eager_steps

@@ -2,12 +2,20 @@
 
 A dataclass that nobody registered is a leaf to torch. Here its fields are leaves, and nothing is registered:
 the process's other users of pytrees see no difference.
+
+Note [Made without constructors]
+torch builds containers by their constructors, and those of a ModelOutput take ten times as long as what they
+make. Where every object of a tree is a plain container or a dataclass that holds nothing but leaves and None,
+its constructor cannot have done anything that shows but to put them in their places: so one tree is built
+that way, and the places are read off.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -128,4 +136,105 @@ def _with_fields(record: Any, names: Sequence[str], values: Sequence[Any]) -> An
     frozen = type(record).__dataclass_params__.frozen
     for name, value in zip(names, values, strict=True):
         (object.__setattr__ if frozen else setattr)(record, name, value)
+    return record
+
+
+class Maker:
+    """Makes trees of one structure from their leaves, see Note [Made without constructors]."""
+
+    def __init__(self, structure: Structure, leaves: Sequence[Any]) -> None:
+        """`leaves`: of one such tree."""
+        self._structure = structure
+        self._steps: list[_Step] = []
+        """Each makes an object of the leaves, None and what those before it made; the last one the tree."""
+        if all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+            examples = [None if leaf is None else leaf.detach() for leaf in leaves]
+            places = {id(leaf): place for place, leaf in enumerate(examples)}
+            places[id(None)] = len(examples)
+            if not self._add(structure.filled(examples), places, len(examples) + 1):
+                self._steps = []
+
+    def made(self, leaves: list[Any]) -> Any:
+        """The tree with these leaves, in containers of its own."""
+        if not self._steps:
+            return self._structure.filled(leaves)
+        parts = [*leaves, None]
+        for step in self._steps:
+            parts.append(step(parts))
+        return parts[-1]
+
+    def _add(self, value: Any, places: dict[int, int], num_given: int) -> bool:
+        """Add what makes such an object; False if there may be more to it than is seen."""
+        if id(value) in places:
+            return True
+        base = _plain_base(value)
+        if base is None:
+            return False
+        inside = list(value.values()) if issubclass(base, dict) else list(value) if base is not object else []
+        own = {} if base is type(value) or base is tuple else vars(value)
+        if not all(self._add(part, places, num_given) for part in (*inside, *own.values())):
+            return False
+        entries = _taking([places[id(part)] for part in inside])
+        attributes = _taking([places[id(part)] for part in own.values()])
+        names = tuple(value) if issubclass(base, dict) else ()
+        self._steps.append(_step(type(value), base, names, entries, tuple(own), attributes))
+        places[id(value)] = num_given + len(self._steps) - 1
+        return True
+
+
+_Step: TypeAlias = Callable[[list[Any]], Any]
+
+
+def _plain_base(value: Any) -> type | None:
+    """Which plain container it is, or is derived from; `object` for a dataclass that is none. None if it may
+    hold something that is neither an entry nor an attribute."""
+    kind = type(value)
+    if kind in (tuple, list, dict, OrderedDict):
+        return kind
+    if kind.__bases__ == (tuple,) and hasattr(kind, "_fields") and kind.__basicsize__ == tuple.__basicsize__:
+        return tuple
+    base = next(each for each in (OrderedDict, dict, object) if issubclass(kind, each))
+    of_python = [each for each in kind.__mro__ if each not in OrderedDict.__mro__]
+    is_plain = _is_record(value) and all(
+        "__module__" in vars(each) and not vars(each).get("__slots__") for each in of_python
+    )
+    room = kind.__basicsize__ - base.__basicsize__  # of attributes and weak references alone
+    return base if is_plain and hasattr(value, "__dict__") and room <= _ROOM else None
+
+
+_ROOM = 16
+
+
+def _taking(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What takes these out of a list."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda parts: (parts[places[0]],)) if places else (lambda parts: ())
+
+
+def _step(
+    kind: type,
+    base: type,
+    keys: tuple[Any, ...],
+    entries: Callable[[list[Any]], tuple[Any, ...]],
+    names: tuple[str, ...],
+    attributes: Callable[[list[Any]], tuple[Any, ...]],
+) -> _Step:
+    """What makes an object of a class from its entries and attributes."""
+    if kind is tuple:
+        return entries
+    if base in (tuple, list):
+        return lambda parts: base.__new__(kind, entries(parts)) if base is tuple else list(entries(parts))
+    if kind is base:
+        return lambda parts: kind(zip(keys, entries(parts), strict=True))  # type: ignore[call-arg]
+    new: Any = base.__new__
+    put: Any = base.__setitem__ if issubclass(base, dict) else None
+
+    def record(parts: list[Any]) -> Any:
+        made = new(kind)
+        for key, entry in zip(keys, entries(parts), strict=True):
+            put(made, key, entry)
+        made.__dict__.update(zip(names, attributes(parts), strict=True))
+        return made
+
     return record

@@ -16,7 +16,7 @@ from ..forbidden import Forbidden
 from ..known_calls import explained
 from ..memory import Allocate, tensor_over
 from ..options import CaptureOptions
-from ..trees import flatten, leaves_of, map_tensors
+from ..trees import Maker, flatten, leaves_of, map_tensors
 from .autocast import clean_autocast_cache
 from .gate import recording
 from .pool import GraphPool, Lent
@@ -181,6 +181,7 @@ class CapturedGraph:
         self.replay = recorded.graph.replay
         self.leaves, self.structure = flatten(recorded.output)
         self._is_bare = isinstance(recorded.output, torch.Tensor)
+        self._maker: Maker | None = None
 
     @property
     def descriptor(self) -> BatchDescriptor:
@@ -214,4 +215,8 @@ class CapturedGraph:
 
     def structured(self, leaves: list[Any]) -> Any:
         """Leaves in the structure that the step returned."""
-        return leaves[0] if self._is_bare else self.structure.filled(leaves)
+        if self._is_bare:
+            return leaves[0]
+        if self._maker is None:
+            self._maker = Maker(self.structure, self.leaves)
+        return self._maker.made(leaves)
