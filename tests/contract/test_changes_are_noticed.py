@@ -101,6 +101,14 @@ CHANGES = {
         lambda f, model: setattr(model[0], "weight", clone_of(model[0].weight)),
         r"0\.weight",
     ),
+    "a parameter's tensor swapped": (
+        lambda f, model: torch.utils.swap_tensors(model[0].weight, clone_of(model[0].weight)),
+        r"0\.weight",
+    ),
+    "a parameter's storage moved": (
+        lambda f, model: model[0].weight.untyped_storage().resize_(1 << 20),
+        r"0\.weight",
+    ),
     "a parameter taken away": (lambda f, model: model[2].register_parameter("bias", None), r"2\.bias"),
     "a layer set through the wrapper": (lambda f, model: f.__setitem__(0, linear_like(f[0])), "0"),
     "a layer set through the original": (lambda f, model: model.__setitem__(2, linear_like(model[2])), "2"),
@@ -138,6 +146,28 @@ def test_what_moved_or_was_replaced_is_named_at_the_next_call(device, change):
     with torch.no_grad():
         wanted = model(padded(x, 4))[:3]
     assert same(f(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.t_(),
+        lambda weight: weight.unsqueeze_(0),
+        lambda weight: weight.resize_(1, WIDTH),
+        lambda weight: weight.as_strided_((WIDTH, WIDTH), (0, 1)),
+        lambda weight: weight.as_strided_((WIDTH, WIDTH), (WIDTH, 0)),
+    ],
+    ids=["transposed", "another rank", "other rows", "other first stride", "other last stride"],
+)
+@torch.no_grad()
+def test_a_weight_laid_out_otherwise_in_the_same_place_is_noticed(device, change):
+    model = torch.nn.Linear(WIDTH, WIDTH).to(device).requires_grad_(False)
+    f, x = wrap(model), randn(3, WIDTH, device=device)
+    for _ in range(3):
+        f(x)
+    change(model.weight)
+    with pytest.raises(AddressError, match="weight"):
+        f(x)
 
 
 @pytest.mark.parametrize(
