@@ -321,13 +321,13 @@ class Kept(OrderedDict):
 
 Pair = namedtuple("Pair", ["first", "second"])
 
+KEYS = [torch.utils._pytree.MappingKey(name) for name in ("logits", "others")]
 for kind in (Counted, Kept):
-    names = [torch.utils._pytree.MappingKey("logits"), torch.utils._pytree.MappingKey("others")]
     torch.utils._pytree.register_pytree_node(
         kind,
         lambda made: ([made.logits, made.others], None),
         lambda leaves, _, kind=kind: kind(*leaves),
-        flatten_with_keys_fn=lambda made: (list(zip(names, [made.logits, made.others], strict=True)), None),
+        flatten_with_keys_fn=lambda made: (list(zip(KEYS, [made.logits, made.others], strict=True)), None),
     )
 
 
