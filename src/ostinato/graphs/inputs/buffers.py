@@ -83,6 +83,7 @@ class InputBuffers:
         self._staging: Staging | None = None
         self._layouts: dict[tuple[int, int], tuple[Layout, list[torch.Tensor]]] = {}
         self._plans: dict[tuple[int, int, int, int], FillPlan] = {}
+        self._every = tuple(range(len(self.fields)))
         self._token_field = next((field for field in fields if field.per is Extent.TOKEN), None)
         self._request_field = next((field for field in fields if field.per is Extent.REQUEST), None)
         self._templates: dict[tuple[int, bool], torch.Tensor] = {}
@@ -120,7 +121,11 @@ class InputBuffers:
 
     def fill_as(self, plan: FillPlan, batch: Batch, *, poison: bool = False) -> None:
         """`fill` with a plan that was made before."""
-        values, host = self._all_from_host(batch, plan.expected) or self._checked(batch, plan.expected)
+        values, host = (
+            self._all_from_host(batch, plan.expected)
+            or self._all_on_device(batch, plan.expected)
+            or self._checked(batch, plan.expected)
+        )
         self.holds = None
         if host and self._is_on_host:
             for i in host:
@@ -214,6 +219,24 @@ class InputBuffers:
             values.append(value)
         return values, list(range(len(values)))
 
+    def _all_on_device(
+        self, batch: Batch, expected: Sequence[tuple[int, ...]]
+    ) -> tuple[list[Any], list[int]] | None:
+        """What `_checked` would return if all are plain tensors on the device, and right; else None."""
+        if len(batch) != len(self.fields):
+            return None
+        values: list[Any] = []
+        for field, shape in zip(self.fields, expected, strict=True):
+            value = batch.get(field.name)
+            if type(value) is not torch.Tensor or value.dtype != field.dtype or value.shape != shape:
+                return None
+            if value.requires_grad or value.device != self.device:
+                return None
+            if self._begins <= value.data_ptr() < self._ends:
+                return None
+            values.append(value)
+        return values, []
+
     def _checked(self, batch: Batch, expected: Sequence[tuple[int, ...]]) -> tuple[list[Any], list[int]]:
         """The values in field order, and which of them are arrays from the host. Or an error."""
         if len(batch) != len(self.fields):
@@ -290,7 +313,7 @@ class InputBuffers:
 
     def _copy_device(self, plan: FillPlan, values: Sequence[Any], host: Sequence[int], poison: bool) -> None:
         """One grouped copy for each type: real rows from the batch, padded rows from a template."""
-        given = tuple(i for i in range(len(values)) if i not in host)
+        given = tuple(i for i in range(len(values)) if i not in host) if host else self._every
         copies = plan.copies.get((given, poison))
         if copies is None:
             with torch.inference_mode(False), torch.no_grad():

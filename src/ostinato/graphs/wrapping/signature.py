@@ -23,6 +23,7 @@ from ..trees import Structure, flatten, flatten_with_names
 from ..trimming import same_constant
 
 _MISSING = object()
+_MOST_SHAPES = 4096
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), slice, range, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -153,18 +154,43 @@ class Signature:
             if structure != self.structure:
                 return None
         batch: dict[str, torch.Tensor] = {}
-        rows: int | None = None
+        geometry: list[Any] = []
         for leaf, field, constant in zip(leaves, self.fields, self.constants, strict=True):
-            if field is None:
-                if isinstance(leaf, torch.Tensor) or not same_constant(leaf, constant):
+            if field is not None:
+                if not is_ordinary(leaf):
                     return None
-                continue
-            if not is_ordinary(leaf) or leaf.dtype != field.dtype:
+                batch[field.name] = leaf
+                geometry += leaf.dtype, leaf.shape
+            elif leaf is not constant and (
+                isinstance(leaf, torch.Tensor) or not same_constant(leaf, constant)
+            ):
+                return None
+        known = tuple(geometry)
+        shape = self._known_shapes.get(known)
+        if shape is None:
+            rows = self._rows_of(known)
+            if rows is None:
+                return None
+            if len(self._known_shapes) >= _MOST_SHAPES:
+                self._known_shapes.clear()
+            shape = self._known_shapes[known] = BatchShape.decode(rows)
+        return batch, shape
+
+    @cached_property
+    def _known_shapes(self) -> dict[tuple[Any, ...], BatchShape]:
+        """Shapes of batches, by type and shape of their tensors in order."""
+        return {}
+
+    def _rows_of(self, geometry: Sequence[Any]) -> int | None:
+        """The number of rows of tensors with these types and shapes; None if they are another signature's."""
+        rows: int | None = None
+        for field, dtype, shape in zip(self.tensor_fields, geometry[::2], geometry[1::2], strict=True):
+            if dtype != field.dtype:
                 return None
             if field.per is Extent.TOKEN:
-                if leaf.dim() != len(field.shape) + 1:
+                if len(shape) != len(field.shape) + 1:
                     return None
-                size = leaf.size(field.dim)
+                size = shape[field.dim]
                 rows = size if rows is None else rows
                 if size == 0:
                     raise EmptyBatchError(f"{field.name} is empty: a batch must have at least one row")
@@ -173,11 +199,10 @@ class Signature:
                         f"{field.name} has a batch of {size}, but another argument has one of {rows}; name "
                         f"arguments without a batch in shared="
                     )
-            if leaf.shape != field.full_shape(rows or 1, rows or 1):
+            if shape != field.full_shape(rows or 1, rows or 1):
                 return None
-            batch[field.name] = leaf
         assert rows is not None
-        return batch, BatchShape.decode(rows)
+        return rows
 
     def call(self, function: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> Any:
         """Call the function with these tensors in place of its own."""
