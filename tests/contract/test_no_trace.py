@@ -22,9 +22,14 @@ def near(s, i):
     return (torch.arange(PLACES, device=s.device)[:, None] == i).any(1)
 
 
+def number(like, value):
+    """A number to put into a tensor: no graph can have it copied to a GPU from the host."""
+    return value if like.device.type == "cpu" else like.new_full((), value)
+
+
 WRITES = {
     "setitem": lambda s, x, i: s.__setitem__(i, x),
-    "a number": lambda s, x, i: s.__setitem__(i, 2.5),
+    "a number": lambda s, x, i: s.__setitem__(i, number(s, 2.5)),
     "one column": lambda s, x, i: s.__setitem__((i, 1), x[:, 1]),
     "column of a view": lambda s, x, i: s[:, 2].__setitem__(i, x[:, 0]),
     "a mask": lambda s, x, i: s.__setitem__(near(s, i), 1.5),
@@ -143,7 +148,7 @@ def test_padding_that_marks_a_row_is_refused_until_a_free_one_is_declared(device
     seen = torch.zeros(PLACES, dtype=torch.bool, device=device)
 
     def step(x, ids):
-        seen[ids] = True
+        seen[ids] = number(seen, True)
         return x * 2
 
     for ids in ([0, 1, 2], [3, 4, 5], [0, 0, 0]):  # the last are padding to look at
@@ -483,7 +488,7 @@ def test_trials_of_parts_leave_no_trace(device):
             self.register_buffer("seen", torch.zeros(PLACES))
 
         def forward(self, x, ids):
-            self.seen[ids] = 1.0
+            self.seen[ids] = number(self.seen, 1.0)
             return self.layer(x)
 
     model = Marking().to(device)

@@ -494,6 +494,8 @@ def test_verify_looks_at_addresses_first(device):
 
 
 def test_integers_between_those_of_the_first_call_are_tried_too(device):
+    if device.type == "cuda":
+        pytest.skip("an index that is illegal would end the process: on a GPU verify draws no integers")
     step = lambda ids: torch.where(ids == 5, ids * len(ids), ids)  # noqa: E731
     f = wrap(step, LADDER)
     f(torch.tensor([1, 9, 3], device=device))

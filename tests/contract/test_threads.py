@@ -1,10 +1,9 @@
 """Several threads: they take turns, guarded results belong to one of them, and captures disturb nobody."""
 
-import functools
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 
 import pytest
 import torch
@@ -244,67 +243,69 @@ def test_runners_of_two_threads_come_out_right(device, hasty_switches):
 
 
 class Elsewhere:
-    """Another thread that draws from the host's generator whenever it is asked to."""
+    """Another thread that draws from the host's generator all the time."""
 
-    def __init__(self):
-        self.pool = ThreadPoolExecutor(1)
-        self._drawn = SimpleQueue()  # a list would be put back after trial runs, and the draws forgotten
-
-    def draw(self):
-        self._drawn.put(self.pool.submit(lambda: torch.rand(1).item()).result())
-
-    @functools.cached_property
-    def draws(self):
-        return [self._drawn.get() for _ in range(self._drawn.qsize())]
-
-    def are_fresh(self, seed):
-        """Whether the draws are those of one undisturbed stream."""
+    def __init__(self, seed):
         torch.manual_seed(seed)
+        self._seed, self.draws, self._is_over = seed, [], threading.Event()
+        self._thread = threading.Thread(target=self._draw)
+
+    def _draw(self):
+        while not self._is_over.wait(0.001):
+            self.draws.append(torch.rand(1).item())
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join()
+
+    def are_fresh(self):
+        """Whether the draws are those of one undisturbed stream."""
+        torch.manual_seed(self._seed)
         return self.draws == [torch.rand(1).item() for _ in self.draws]
 
 
 @pytest.mark.parametrize("way", ["first call", "capture", "runner", "recapture", "verify"])
 def test_capturing_a_step_without_random_numbers_does_not_rewind_anyones_generator(device, way):
-    other = Elsewhere()
-
     def step(x):
-        other.draw()
+        time.sleep(0.005)  # the other thread draws meanwhile
         return x * 2
 
     x = randn(3, WIDTH, device=device)
-    torch.manual_seed(11)
-    if way == "runner":
-        make_runner(device, step, [2, 4])
-    else:
-        f = wrap(step)
-        f(x) if way == "first call" else f.capture(x)
-        if way == "recapture":
-            f.recapture()
-        elif way == "verify":
-            f.verify()
-    other.pool.shutdown()
+    with Elsewhere(seed=11) as other:
+        if way == "runner":
+            make_runner(device, step, [2, 4])
+        else:
+            f = wrap(step)
+            f(x) if way == "first call" else f.capture(x)
+            if way == "recapture":
+                f.recapture()
+            elif way == "verify":
+                f.verify()
     assert len(other.draws) > 2
-    assert other.are_fresh(seed=11)
+    assert other.are_fresh()
 
 
 def test_a_step_that_draws_puts_back_only_what_it_drew_from(device):
     own = torch.Generator(device).manual_seed(5)
     before = own.get_state()
-    other = Elsewhere()
 
     def step(x):
-        other.draw()
+        time.sleep(0.005)
         return x + torch.rand(x.shape, generator=own, device=x.device)
 
     f = wrap(step, [4], options=CaptureOptions(freeze_gc=False, generators=(own,)))
     x = randn(4, WIDTH, device=device)
-    torch.manual_seed(11)
-    f.capture(x)
+    with Elsewhere(seed=11) as other:
+        f.capture(x)
     assert same(own.get_state(), before)
-    assert other.are_fresh(seed=11)
+    assert len(other.draws) > 2
+    assert other.are_fresh()
     wanted = x + torch.rand(x.shape, generator=torch.Generator(device).manual_seed(5), device=device)
     assert close(f(x), wanted)
-    other.pool.shutdown()
 
 
 def test_a_capture_leaves_the_generator_alone_that_nobody_drew_from(device):

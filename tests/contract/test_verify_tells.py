@@ -110,7 +110,7 @@ RIGHT = {
         {},
     ),
     "two indices that are legal together": (
-        lambda device: lambda x, a, b: x[:, :4] + table(device)[a * 3 + b],
+        lambda device: lambda x, a, b, t=table(device): x[:, :4] + t[a * 3 + b],
         with_ints([0, 3, 1, 2], [2, 0, 2, 1]),
         {},
     ),
@@ -121,13 +121,13 @@ RIGHT = {
     ),
     "numbers that become an index": (
         lambda device: (
-            lambda x: table(device)[(x[:, 0].sigmoid() * 9).long()] + table(device)[x[:, 1].abs().long() % 3]
+            lambda x, t=table(device): t[(x[:, 0].sigmoid() * 9).long()] + t[x[:, 1].abs().long() % 3]
         ),
         rows,
         {},
     ),
     "numbers that are an index": (
-        lambda device: lambda x: table(device)[x[:, 0].long()],
+        lambda device: lambda x, t=table(device): t[x[:, 0].long()],
         lambda device: (torch.arange(32.0, device=device).view(4, 8) / 4,),
         {},
     ),
@@ -217,7 +217,7 @@ OTHERS[5, 2] += 0.01
 def once(at, value):
     def altered(x):
         y = x + 1
-        y[at] = value
+        y[at].fill_(value)
         return y
 
     return altered

@@ -18,7 +18,7 @@ from kernels.asking_checks import (
 )
 from kernels.filter_checks import logits_of
 from ostinato import LLM, SamplingParams
-from ostinato.graphs import CaptureOptions, graphed
+from ostinato.graphs import CaptureOptions, capture_block, graphed
 from ostinato.kernels.sampling import asking_rows
 from ostinato.kernels.sampling.token_lines import LINE_HEAD
 from ostinato.kernels.speculation.asking import tokens_of_asking
@@ -120,20 +120,19 @@ def test_logits_are_those_of_the_kernel_just_before(
     generated = case.asked.generated.clone()
     asked, lines = case.asked._replace(generated=generated), case.lines()
 
-    def step(rows: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run() -> None:
         scores.neg_()
-        asking_rows.sample_asking(scores, rows, places, asked, *lines, has_filters=has_filters)
-        return ()
+        asking_rows.sample_asking(scores, case.rows, case.places, asked, *lines, has_filters=has_filters)
 
-    pads = {"rows": 0, "places": 0}
-    run = graphed(step, ladder=[32], pads=pads, options=CaptureOptions(strict=True)) if captured else step
     if captured:
-        run.capture(case.rows, case.places)
+        with capture_block() as block:
+            run()
+        run = block.replay
     for turn in range(1, 41):
         scores.copy_(turns[1 - turn % 2])
         generated.copy_(case.asked.generated)
         torch.cuda.synchronize()
-        run(case.rows, case.places)
+        run()
         found = case.amended(asked, *lines)
         for part in ("last_tokens", "generated", "values", "tokens", "ranks"):
             assert torch.equal(getattr(found, part), getattr(wanted[turn % 2], part)), part
