@@ -127,7 +127,9 @@ def test_the_captured_way_is_captured_and_follows_its_buffers(requests, max_quer
         return TORCH.attend(q, k_cache, v_cache, batch, scale=case.scale, sliding_window=window)
 
     shared = ("page_table", "req_rows", "seq_lens", "query_starts", "query_lens")
-    function = graphed(captured, ladder=[case.q.size(0)], shared=shared, options=CaptureOptions(strict=True))
+    pads = {"token_rows": 0, "positions": 0}  # page 0 is padding's
+    options = CaptureOptions(strict=True)
+    function = graphed(captured, ladder=[case.q.size(0)], shared=shared, pads=pads, options=options)
     tokens = (case.q, case.k, case.v, case.batch.token_rows, case.batch.positions)
     requests_of = [getattr(case.batch, name) for name in shared]
     idle = [torch.zeros_like(t) for t in requests_of]

@@ -28,9 +28,12 @@ class InPlace:
         self._engine = ServedEngine(llm.engine.core)
         self._listeners: list[Any] = []
 
-    def embed(self, ids: list[int], pooling: str, listener: Any, adapter: str | None) -> int:
+    def embed(
+        self, ids: list[int], pooling: str, listener: Any, adapter: str | None, cache_salt: str | None
+    ) -> int:
         self._listeners.append(listener)
-        assert self._engine.embed(Embed(len(self._listeners) - 1, ids, pooling, adapter)) is None
+        asked = Embed(len(self._listeners) - 1, ids, pooling, adapter, cache_salt)
+        assert self._engine.embed(asked) is None
         while self._engine.is_busy:
             for news in self._engine.step().news:
                 self._listeners[news.id].take_in(news)
