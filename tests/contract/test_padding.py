@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from contract.steps import WIDTH, ints, key, make_runner, randn, same, unchanged, x_field
+from contract.steps import WIDTH, ints, key, make_runner, randn, same, unchanged, wrap, x_field
 from ostinato.graphs import BatchDescriptor, BatchShape, Field, InputBuffers
 
 FIELDS = [
@@ -131,3 +131,40 @@ def test_rows_may_be_counted_along_another_dimension(device):
     positions = torch.arange(6, device=device).view(3, 2)
     assert same(runner.run({"positions": positions}), columns(positions))
     assert (runner.buffers.views(BatchDescriptor.decode(4))["positions"][:, 2:] == 4).all()
+
+
+def softmax_by(score, index):
+    most = torch.full((6,), -1e9, device=score.device).scatter_reduce(0, index, score, "amax")
+    exp = (score - most[index]).exp()
+    return exp / torch.zeros(6, device=score.device).scatter_add(0, index, exp)[index].clamp(min=1e-9)
+
+
+def test_padding_that_joins_a_group_is_found_whatever_groups_the_first_call_has(device):
+    for index in ([1, 2, 3, 1, 2, 3, 4, 4], [3, 1, 2, 4, 0, 0, 1, 2]):
+        f = wrap(softmax_by, [4, 8])
+        f(randn(8, device=device), ints(index, device))
+        score, group = randn(6, device=device, seed=1), ints([0, 1, 0, 2, 0, 1], device)
+        assert torch.allclose(f(score, group), softmax_by(score, group), atol=1e-5)
+
+
+def test_padding_with_a_declared_group_of_its_own_is_served(device):
+    f = wrap(softmax_by, [4, 8], pads={"index": 5})
+    f(randn(8, device=device), ints([1, 2, 3, 1, 2, 3, 4, 4], device))
+    score, group = randn(6, device=device, seed=1), ints([0, 1, 0, 2, 0, 1], device)
+    assert torch.allclose(f(score, group), softmax_by(score, group), atol=1e-5)
+    assert not f.report().failures
+    assert f.verify().passed
+
+
+def test_rounding_of_one_part_of_a_complex_number_is_no_dependence(device):
+    w = torch.complex(randn(4, 3, device=device), randn(4, 3, device=device, seed=1))
+    f = wrap(lambda z: (z @ w).conj() * (z @ w), [1, 2, 4])
+    z = torch.complex(randn(3, 4, device=device, seed=2), randn(3, 4, device=device, seed=3))
+    assert torch.allclose(f(z), (z @ w).conj() * (z @ w), atol=1e-5)
+    assert not f.report().failures
+
+
+def test_a_dependence_in_one_part_of_a_complex_number_is_found(device):
+    f = wrap(lambda z: torch.complex(z.real, z.imag / len(z)), [1, 2, 4])
+    f(torch.complex(randn(3, 4, device=device), randn(3, 4, device=device, seed=1)))
+    assert f.report().failures

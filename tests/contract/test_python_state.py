@@ -13,6 +13,7 @@ import multiprocessing
 import queue
 import random
 import threading
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -693,3 +694,35 @@ def test_what_only_code_of_packages_that_did_not_run_reaches_costs_no_graph(devi
     for _ in range(3):
         step({"input_ids": ids, "labels": ids}, ids)
     assert step.report().replays == 2
+
+
+class Timed(nn.Module):
+    """Leaves how often it was called, and how long that took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x):
+        begun = time.perf_counter()
+        y = self.linear(x)
+        self.took = time.perf_counter() - begun
+        self.calls += 1
+        return y
+
+
+def test_an_attribute_that_every_call_makes_is_there_after_the_first(device):
+    f = wrap(Timed().to(device), LADDER)
+    with torch.no_grad():
+        for rows in (3, 4, 1):
+            f(randn(rows, WIDTH, device=device))
+            assert f.took > 0
+    assert not f.report().failures
+
+
+def test_a_count_that_replays_do_not_make_is_named_once(device, caplog):
+    f = wrap(Timed().to(device), LADDER)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "ostinato.graphs"):
+        for rows in (3, 4, 1):
+            f(randn(rows, WIDTH, device=device))
+    assert sum("calls" in message for message in caplog.messages) == 1

@@ -22,7 +22,14 @@ from contract.training_loops import (
     train_eagerly,
     twins,
 )
-from ostinato.graphs import BatchError, CaptureError, CaptureOptions, ConfigError, make_graphed_callables
+from ostinato.graphs import (
+    BatchError,
+    CaptureError,
+    CaptureOptions,
+    ConfigError,
+    graphed_train_step,
+    make_graphed_callables,
+)
 
 STEPS = 8
 CHANGES_AT = 4
@@ -990,3 +997,23 @@ def test_a_part_that_writes_tensors_of_its_own_is_as_it_was(device):
     assert count == 0, "trials and captures count for nothing"
     assert torch.equal(part(torch.ones(4, 4, device=device)), torch.ones(4, 4, device=device))
     assert count == 1
+
+
+def test_a_scripted_model_is_trained_from_graphs_and_watched(device):
+    torch.manual_seed(0)
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(device))
+    twin = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(device)
+    twin.load_state_dict(model.state_dict())
+    loss, other = nn.CrossEntropyLoss(), torch.optim.SGD(twin.parameters(), lr=0.1)
+    step = graphed_train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = torch.randn(6, 4, device=device), torch.randint(3, (6,), device=device)
+    for _ in range(4):
+        other.zero_grad()
+        wanted = loss(twin(x), y)
+        wanted.backward()
+        other.step()
+        assert torch.allclose(step(x, y), wanted.detach(), atol=1e-5)
+    assert not step.report().failures
+    for each in (model, twin):
+        next(each.parameters()).data = torch.zeros(8, 4, device=device)
+    assert torch.allclose(step(x, y), loss(twin(x), y).detach(), atol=1e-5), "not from a graph of the old"

@@ -32,8 +32,6 @@ DIFFERENT = {
     "counter of calls in forward": "what the function counts in Python stays as it is",
     "global counter of calls": "what the function counts in Python stays as it is",
     "hook on the wrapper itself": "hooks run at the capture only",
-    "timings measured in forward": "a number that forward leaves in an attribute is not left by replays",
-    "graph attention with scatter_reduce and a softmax by node": "padding joins a group of real rows",
     "hidden state written in place and returned as well": "an argument that is returned is another object",
     "one result returned twice": "one tensor returned twice comes back as two",
     "a parameter returned beside the result": "the parameter comes back as another tensor object",

@@ -16,6 +16,7 @@ from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
 from ..errors import CaptureError
 from ..inputs.buffers import Batch
+from ..inputs.fields import Field
 from ..journal import WrittenRegion
 from .differences import gross
 from .fixed_draws import DrawsAreMixed, FixedDraws
@@ -191,7 +192,18 @@ def _refuse_dependence(
         f"{dependent} depends on the batch: its rows differ when {shape.num_reqs} rows are padded to "
         f"{graph.descriptor.num_reqs}. The step contains a sum, mean or norm over the batch, or its length "
         f"as a number: compute that outside of the step, or capture without padding (a rung for every size)"
+        f"{_of_groups(runner.buffers.fields, batch)}"
     )
+
+
+def _of_groups(fields: Sequence[Field], batch: Batch) -> str:
+    """The remedy where rows may be grouped by an index, and real rows are in the group of padding."""
+    names = [name for name in without_a_place(batch, fields) if batch[name].dtype is not torch.bool]
+    if not names:
+        return ""
+    pads = ", ".join(f'"{name}": ...' for name in names)
+    by = " or ".join(names)
+    return f". If rows are grouped by {by}, declare pads={{{pads}}} with a value of no real row"
 
 
 def _dependent_with_fixed_draws(

@@ -103,8 +103,7 @@ def _norm(values: torch.Tensor) -> float:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return plain.detach().reshape(-1)
+    return tensor.detach().reshape(-1)
 
 
 _Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -113,7 +112,12 @@ _Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 def _wide(flat: _Flat, at: int) -> _Flat:
     one, other, was = flat
     end = at + _CHUNK
-    return one[at:end].double(), other[at:end].double(), None if was is None else was[at:end].double()
+    return _widened(one[at:end]), _widened(other[at:end]), None if was is None else _widened(was[at:end])
+
+
+def _widened(values: torch.Tensor) -> torch.Tensor:
+    """A complex number is one element: rounding of either part is relative to its modulus."""
+    return values.to(torch.complex128) if values.is_complex() else values.double()
 
 
 def _largest_unlike(flat: _Flat) -> tuple[float, list[int]]:
@@ -138,7 +142,7 @@ def _sizes(wanted: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
 def _typical(wanted: torch.Tensor, before: torch.Tensor | None, largest: float, eps: float) -> float:
     """The median size, of elements that rounding may have carried to those that differ."""
     step = (wanted.numel() // _SAMPLE) | 1  # odd, to meet all columns
-    sizes = _sizes(wanted[::step].double(), None if before is None else before[::step].double())
+    sizes = _sizes(_widened(wanted[::step]), None if before is None else _widened(before[::step]))
     near = sizes[(sizes > 0) & (sizes * eps * _REACH <= largest)]
     return float(near.median()) if near.numel() else 0.0
 

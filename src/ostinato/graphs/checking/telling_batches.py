@@ -30,6 +30,9 @@ def telling(batch: Batch, fields: Sequence[Field], shape: BatchShape) -> Iterato
     of_one_sign = {k: _away_from_zero(v) if v.is_floating_point() else v for k, v in batch.items()}
     for sign in (1.0, -1.0):
         yield scaled(of_one_sign, fields, sign), FLIPS
+    if (beside := beside_padding(batch, fields)) is not None:
+        for each in (beside, scaled({**of_one_sign, **_places_of(beside, fields)}, fields, -1.0)):
+            yield each, FLIPS
     generator = torch.Generator().manual_seed(0)
     for number in range(_BY_CHANCE):
         yield _each_scaled(batch, fields, generator, with_signs=number % 2 == 1), FLIPS
@@ -51,6 +54,21 @@ def showing_in_state(batch: Batch, whole: Batch, fields: Sequence[Field]) -> Ite
                 **{f.name: alike[f.name].narrow(f.dim, 0, batch[f.name].size(f.dim)) for f in rowed},
             }
             return
+
+
+def beside_padding(batch: Batch, fields: Sequence[Field]) -> Batch | None:
+    """The batch with integers of padding in all rows: an index that groups rows puts real ones beside
+    padded ones, whatever groups the first call had. Padding is legal by its owner's word, and no integers are
+    combined that do not lie together in a padded row. Values that were declared for padding are not for real
+    rows, so that there is no such batch then."""
+    places = [f for f in fields if f.per is not Extent.FIXED and not is_number(f.dtype)]
+    if not places or any(f.may_write for f in places):
+        return None
+    return {**batch, **{f.name: torch.full_like(batch[f.name], f.pad) for f in places}}
+
+
+def _places_of(batch: Batch, fields: Sequence[Field]) -> Batch:
+    return {f.name: batch[f.name] for f in fields if not is_number(f.dtype)}
 
 
 def _each_scaled(

@@ -10,11 +10,12 @@ from ..blame import calling_line
 from ..dispatch_mode import WatchingMode
 from ..journal import WriteJournal, writes, written_arguments
 from ..memory import storage_address, tensor_over
+from ..wrapping.holders import item_of
 from ..wrapping.standing import Comparison
 
 
 class _Place(NamedTuple):
-    table: dict[str, Any]
+    holder: Any
     key: str
     tensor: torch.Tensor
     address: int
@@ -39,7 +40,7 @@ class Places:
         self._places = list(self._now())
         tensors = [place.tensor for place in self._places]
         comparison = Comparison()
-        comparison.add_places((place.table, place.key, place.tensor) for place in self._places)
+        comparison.add_places((place.holder, place.key, place.tensor) for place in self._places)
         comparison.add_equal(lambda: list(map(torch.Tensor.data_ptr, tensors)))
         self._still = comparison.compiled()
 
@@ -51,10 +52,12 @@ class Places:
         for root in self._modules:
             for path, module in root.named_modules():
                 for table in (module._parameters, module._buffers):
+                    # TorchScript makes its tables anew whenever they are asked for: look at attributes.
+                    holder = table if isinstance(table, dict) else module
                     for key, tensor in table.items():
                         if tensor is not None:
                             name = f"{path}.{key}" if path else key
-                            yield _Place(table, key, tensor, tensor.data_ptr(), name)
+                            yield _Place(holder, key, tensor, tensor.data_ptr(), name)
 
     def moved(self) -> list[str]:
         """What has moved, by name."""
@@ -62,8 +65,8 @@ class Places:
             return []
         return [
             name
-            for table, key, tensor, address, name in self._places
-            if table.get(key) is not tensor or tensor.data_ptr() != address
+            for holder, key, tensor, address, name in self._places
+            if item_of(holder, key) is not tensor or tensor.data_ptr() != address
         ]
 
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -48,6 +48,8 @@ class FirstRun:
         """Where it leaves tensors in every call, besides its result."""
         self.changes: set[Key] = set()
         """What it assigns in every call."""
+        self.counted: list[str] = []
+        """Numbers and lists of numbers among it, by name, which only somebody else reads."""
         self.grown: set[int] = set()
         """Holders, by identity, that it assigned in or added to, be it in this run alone."""
         self.reads: set[int] = set()
@@ -134,7 +136,8 @@ class FirstRun:
         self.writes_inference_tensors = trials.writes_inference_tensors
         if not self.stays:
             trials.undo()
-            before.put_back(self.changes)
+            # An attribute that every run makes anew is there after a call, too.
+            before.put_back(self.changes, but_new=self.refusal is None)
             if drawn != python_draws.generators():
                 put_back_draws()
 
@@ -153,7 +156,7 @@ class FirstRun:
             copies = _copies(batch)
             _run(function, signature, copies, second, self.ran)
             self.changes, assigned = before.changed(), before.assigned()
-            carried = before.carried(self.ran.codes)
+            carried, self.counted = before.carried(self.ran.codes), before.counted(self.ran.codes or ())
             carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})
             if carried_on is None and second.made_last() - assigned.storages():
                 carried_on = "a place that could not be found"

@@ -264,6 +264,16 @@ class GraphedCall:
             self._warned_of.add(about)
             logger.warning("calls run eagerly: %s", text)
 
+    def _warn_of_counts(self, names: Sequence[str]) -> None:
+        if "counts" not in self._warned_of:
+            self._warned_of.add("counts")
+            logger.warning(
+                "replays run no Python and leave %s%s as it is, which the function changes in every call: "
+                "count around the calls, or in a tensor that is changed in place",
+                ", ".join(names[:3]),
+                " and others" if len(names) > 3 else "",
+            )
+
     def _unlike_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         try:
             signature, _ = self.signature_of(args, kwargs)
@@ -340,13 +350,8 @@ class GraphedCall:
         )
         if runner.graphs and (why := reached.why_closed()) is not None:
             runner.give_up(f"CaptureError: {why}")  # of an installed package's code, which had to run first
-        if first.changes and runner.graphs:
-            level = logging.WARNING if self.settings.debug else logging.INFO
-            logger.log(
-                level,
-                "the function changes %d values in Python, which replays do not change",
-                len(first.changes),
-            )
+        if first.counted and runner.graphs:
+            self._warn_of_counts(first.counted)
         runner.ignore_reads(reached.tensors)
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
         surroundings = _autocast(runner.pool.device), reached.training()

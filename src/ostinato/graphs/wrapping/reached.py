@@ -260,7 +260,16 @@ class Reached:
         """The names of numbers and settings that are others now and that code looks at: what a run changes
         and the next one may follow. `ran`: the code that counts; None: all that was found."""
         codes = self._codes if ran is None else [code for code in ran if is_read_from(code)]
-        found = []
+        return [name for name, is_looked_at in self._states_changed(codes) if is_looked_at]
+
+    def counted(self, ran: Collection[CodeType]) -> list[str]:
+        """The names of those that no code that ran looks at: counts, times, logs, for others to read."""
+        codes = [code for code in ran if is_read_from(code)]
+        return [name for name, is_looked_at in self._states_changed(codes) if not is_looked_at]
+
+    def _states_changed(self, codes: Collection[CodeType]) -> list[tuple[str, bool]]:
+        """Numbers and settings that are others now, by name, and whether one of these looks at them."""
+        found: dict[str, bool] = {}
         for prefix, holder, saved in self._touched():
             now = dict(items_of(holder))
             for key in {**saved, **now}:
@@ -273,9 +282,12 @@ class Reached:
                 is_own_place = is_own_place and not isinstance(holder, PartOf)
                 is_variable = isinstance(holder, CellType)
                 kinds = {"attribute": not is_variable, "variable": is_variable or not is_own_place}
-                if not isinstance(name, str) or any(looks_at(code, name, **kinds) for code in codes):
-                    found.append(f"{prefix}{key}" if is_attribute else prefix.rstrip(". "))
-        return list(dict.fromkeys(found))
+                shown = f"{prefix}{key}" if is_attribute else prefix.rstrip(". ")
+                is_looked_at = not isinstance(name, str) or any(
+                    looks_at(code, name, **kinds) for code in codes
+                )
+                found[shown] = found.get(shown, False) or is_looked_at
+        return list(found.items())
 
     def why_closed(self) -> str | None:
         """Why no graph can do what uses something that nobody can compare or undo, if the code does."""
@@ -304,8 +316,9 @@ class Reached:
             if dict(items_of(holder)).keys() != saved.keys()
         ]
 
-    def put_back(self, keys: Collection[Key]) -> None:
-        """Undo assignments at these places, and at no others: somebody else may have made those."""
+    def put_back(self, keys: Collection[Key], *, but_new: bool = False) -> None:
+        """Undo assignments at these places, and at no others: somebody else may have made those. `but_new`:
+        what stands where nothing did stays."""
         for _, holder, saved in self._touched():
             if isinstance(holder, list | deque):
                 if any(owner == id(holder) for owner, _ in keys):
@@ -314,7 +327,8 @@ class Reached:
                 continue
             for key, now in items_of(holder):
                 if (identity(holder), key) in keys and key not in saved:
-                    drop(holder, key)
+                    if not but_new:
+                        drop(holder, key)
                 elif (identity(holder), key) in keys and _is_other(now, saved[key]):
                     put(holder, key, saved[key])
             for key in saved.keys() - dict(items_of(holder)).keys():
