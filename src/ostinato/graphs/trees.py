@@ -145,6 +145,7 @@ class Maker:
     def __init__(self, structure: Structure, leaves: Sequence[Any]) -> None:
         """`leaves`: of one such tree."""
         self._structure = structure
+        self._without = [leaf is None for leaf in leaves]
         self._steps: list[_Step] = []
         """Each makes an object of the leaves, None and what those before it made; the last one the tree."""
         if all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -153,6 +154,10 @@ class Maker:
             places[id(None)] = len(examples)
             if not self._add(structure.filled(examples), places, len(examples) + 1):
                 self._steps = []
+
+    def is_for(self, structure: Structure, leaves: Sequence[Any]) -> bool:
+        """Whether it makes such trees."""
+        return [leaf is None for leaf in leaves] == self._without and structure == self._structure
 
     def made(self, leaves: list[Any]) -> Any:
         """The tree with these leaves, in containers of its own."""

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ConfigError
 from ..inputs.buffers import Batch
-from ..trees import flatten, map_tensors, tensors_in
+from ..trees import Maker, flatten, map_tensors, tensors_in
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -30,6 +30,7 @@ class Differentiable:
         gradients or do not; the places of results that have some then, or None if that cannot be told."""
         self._reads, self._look = reads, look
         self._known: dict[tuple[bool, ...], Collection[int] | None] = {}
+        self._maker: Maker | None = None
 
     def refusing(self, results: Any, batch: Batch) -> Any:
         """The same results; `backward` through those that would have gradients raises."""
@@ -50,6 +51,8 @@ class Differentiable:
         if True in read:
             by.append(self._reads[read.index(True)])
         leaves, structure = flatten(results)
+        if self._maker is None or not self._maker.is_for(structure, leaves):
+            self._maker = Maker(structure, leaves)
         for place, leaf in enumerate(leaves):
             if (
                 isinstance(leaf, torch.Tensor)
@@ -57,7 +60,7 @@ class Differentiable:
                 and (which is None or place in which)
             ):
                 leaves[place] = _Refusal.apply(leaf, *by)  # type: ignore[no-untyped-call]
-        return structure.filled(leaves)
+        return self._maker.made(leaves)
 
 
 def require_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
