@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -410,7 +410,9 @@ class GraphedCall:
         assigned, written = first.assigned, first.written
 
         def step(**inputs: torch.Tensor) -> Any:
-            with first.ran.noted():
+            # In watched runs alone: compiled code is not to be traced through this, nor run beside it.
+            is_watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+            with first.ran.noted() if is_watched else nullcontext():
                 result = signature.call(function, inputs)
             if not (assigned or written):
                 return result
