@@ -43,8 +43,6 @@ DIFFERENT = {
     "training: several losses appended to a list for the log": "Python of a step runs at the capture only",
     "training: several losses kept in a dictionary for the log": "Python of a step runs at the capture only",
     "training: scripted model": "TorchScript's table of parameters has no get()",
-    "training: center loss with its own optimizer": "a step leaves no gradients for a second optimizer",
-    "training: muon and adamw as two steps of the user": "a step leaves no gradients for a second optimizer",
 }
 """What replays do differently, and why."""
 

@@ -5,10 +5,15 @@ Without accumulation a recorded step creates its gradients anew, as an eager one
 of the graph recorded first, the largest, are kept and become the gradients of the parameters. Smaller graphs
 copy theirs there, each as soon as it is made: all at once they would take as much memory again. With
 accumulation, gradients have their own memory and every graph adds to it.
+
+Note [Gradients of others]
+Parameters that the optimizer lacks may have another one (centers of a loss, the biases beside Muon). They get
+what `backward` would give them: an eager step adds to their gradients, and a replay, whose own memory is
+reused, leaves copies that are added behind it. Their owner clears them, as without graphs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,11 +32,15 @@ class Gradients:
         others: Sequence[torch.Tensor] = (),
         accumulate: bool,
     ) -> None:
-        """`others`: parameters whose gradients belong to someone else and are left alone."""
+        """`others`: parameters whose gradients belong to someone else, see Note [Gradients of others]."""
         self._named, self._others = named, list(others)
+        self._lasting: set[torch.Tensor] = set()
+        """Of others, those that outlive a step."""
         self._is_looked_for = False
         self._accumulate = accumulate
         self._static: dict[torch.Tensor, torch.Tensor] = {}
+        self._left: dict[torch.Tensor, torch.Tensor] | None = None
+        """What graphs leave for parameters of others; None before the first trial."""
         self.is_trial = False
         """Whether steps are being tried or recorded, so that all of them must give the same gradients."""
 
@@ -94,7 +103,7 @@ class Gradients:
     def leave_the_pool(self, *, is_accumulating: bool) -> None:
         """No graph is left: gradients made by one of them go with it, and other parameters may have been
         unfrozen since. `is_accumulating`: gradients are waiting for an update."""
-        self._static = {}
+        self._static, self._left = {}, None
         if self._accumulate and is_accumulating:
             self.settle()
         else:
@@ -118,11 +127,13 @@ class Gradients:
         """Gradients of a loss: replacing the last ones, or added to them."""
         if self.is_trial or not self._is_looked_for:
             self._look_for_others(loss)
-        with none_yet(self._others):
+        with none_yet(self._others) if self.is_trial else nullcontext():
             if self._accumulate:
                 self._add(loss)
             else:
                 self._replace(loss)
+            if self.is_trial:
+                self._leave()
         if not self.present:
             raise ConfigError(
                 "no parameter of the optimizer has a gradient: check that it is the optimizer of this "
@@ -134,11 +145,44 @@ class Gradients:
                     f"{name} has a sparse gradient, which has no fixed address: use sparse=False"
                 )
 
+    def _leave(self) -> None:
+        """What a graph has for parameters of others goes where replays leave it."""
+        made = [(p, p.grad) for p in self._others if p.grad is not None and p in self._lasting]
+        for _, gradient in made:
+            if gradient.layout is not torch.strided:
+                raise CaptureError(
+                    "a parameter that the optimizer lacks has a sparse gradient, which has no fixed address: "
+                    "use sparse=False"
+                )
+        if self._left is None:
+            assert not is_recording(), "a trial comes first"
+            self._left = {parameter: torch.empty_like(gradient) for parameter, gradient in made}
+        if {parameter for parameter, _ in made} != self._left.keys():
+            raise CaptureError(
+                "a parameter that the optimizer lacks gets a gradient only at some lengths or in some steps, "
+                "and another optimizer would skip it without one: a graph cannot decide that"
+            )
+        with torch.no_grad():
+            for parameter, gradient in made:
+                self._left[parameter].copy_(gradient)
+
+    def hand_over(self) -> None:
+        """Behind a replay: add what it has left for parameters of others."""
+        with torch.no_grad():
+            for parameter, left in (self._left or {}).items():
+                if parameter.grad is None:
+                    parameter.grad = left.clone()
+                else:
+                    parameter.grad.add_(left)
+
     def _look_for_others(self, loss: torch.Tensor) -> None:
         """Find parameters that only the loss function knows, such as a critic's. A graph would add to the
         very tensors that are their gradients now, and whose memory may be reused when they are gone."""
-        known = set(self.parameters)
-        self._others += [leaf for leaf in leaves_behind([loss]) if leaf not in known]
+        known, leaves = set(self.parameters), leaves_behind([loss])
+        # A leaf that the step makes for itself (`x.requires_grad_()`) is another one in every step.
+        lasting = set(self._others)
+        self._lasting.update(x for x in leaves if x in lasting or isinstance(x, torch.nn.Parameter))
+        self._others += [leaf for leaf in leaves if leaf not in known]
         self._is_looked_for = True
 
     def _add(self, loss: torch.Tensor) -> None:

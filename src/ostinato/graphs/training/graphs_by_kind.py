@@ -306,7 +306,7 @@ class GraphsByKind:
             )
 
     def _surroundings(self) -> tuple[Any, ...]:
-        wanted = [parameter.requires_grad for parameter in self._optimizer.parameters]
+        wanted = [parameter.requires_grad for parameter in self._gradients.parameters]
         return wanted, self._optimizer.members, self._update.numbers()
 
     def check_addresses(self) -> None:

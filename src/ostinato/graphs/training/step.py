@@ -291,6 +291,7 @@ class TrainStep:
             if not decision.is_eager:
                 self.check_addresses()
                 result = runner.run(batch, shape)
+                self._gradients.hand_over()
                 is_loss = isinstance(result, torch.Tensor)
                 return result.clone() if is_loss else map_tensors(torch.Tensor.clone, result)
             reason = decision.reason
@@ -349,8 +350,9 @@ class TrainStep:
 def _tell_of_untrained(names: list[str]) -> None:
     if names:
         logger.warning(
-            "the optimizer lacks %d parameters of the model (%s%s): the step neither trains them nor leaves "
-            "gradients for another optimizer. Give all of them to one optimizer, or freeze them",
+            "the optimizer lacks %d parameters of the model (%s%s): the step does not train them, but adds "
+            "to their gradients, for another optimizer. If there is none, give them to this one, or freeze "
+            "them",
             len(names),
             ", ".join(names[:3]),
             " ..." if len(names) > 3 else "",
