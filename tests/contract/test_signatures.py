@@ -200,3 +200,23 @@ def test_one_warning_names_the_argument(device, nested, caplog):
             assert same(f(x, first=1, knobs=knobs), x * 2)
     [warning] = [record.getMessage() for record in caplog.records if "knobs" in record.getMessage()]
     assert "first" not in warning
+
+
+def test_without_a_graph_rows_of_arguments_need_not_be_alike(device):
+    f = wrap(lambda x, starts: x.sum() + starts.sum().item())
+    f(randn(4, device=device), randn(4, device=device))
+    assert not f.report().graphs
+    x, starts = randn(4, device=device), randn(3, device=device)
+    assert torch.allclose(f(x, starts), x.sum() + starts.sum())
+
+
+def test_bags_between_offsets_get_no_graph(device):
+    """Offsets of padding do not lie behind those of real rows, and such bags end the process on CUDA."""
+    bag = torch.nn.EmbeddingBag(30, 8, mode="mean", device=device)
+    f = wrap(lambda ids, offsets: bag(ids, offsets), [4, 8])
+    with torch.no_grad():
+        for starts in (list(range(8)), [0, 2, 3]):
+            ids, offsets = torch.arange(8, device=device), torch.tensor(starts, device=device)
+            assert same(f(ids, offsets), bag(ids, offsets))
+    assert not f.report().graphs
+    assert "offsets" in str(f.report().failures)

@@ -272,6 +272,13 @@ class SavedWrites:
             generator.set_state(state)
 
 
+_BAGS = {torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only}
+_OFFSETS = (
+    "the step makes embedding bags of offsets that it is given, and those of padding do not lie behind those "
+    "of rows: pass ids [rows, length] without offsets, with per_sample_weights or padding_idx for short bags"
+)
+
+
 class WriteJournal(SavedWrites, WatchingMode):
     """Active as a context manager; it sees every call itself and takes notes."""
 
@@ -310,6 +317,8 @@ class WriteJournal(SavedWrites, WatchingMode):
                 if self.obstacle is None:
                     self.obstacle = _not_dense(tensor)
                 return func(*args, **kwargs)
+        if func.overloadpacket in _BAGS and storage_address(args[2]) not in self._created:
+            self.obstacle = self.obstacle or _OFFSETS
         if func.namespace != "profiler":
             is_made_of_numbers = func in _LIFTS and args[0].device.type == "cpu" and args[0].numel() < 64
             besides = str(args[0].tolist()) if is_made_of_numbers else _besides_tensors((args, kwargs))

@@ -136,6 +136,10 @@ class GraphedCall:
                 assert found is not None
         except EmptyBatchError:
             return Reason.EMPTY_BATCH, None
+        except BatchError:
+            if self._entries and not self.graphs():
+                return Reason.UNSEEN_SIGNATURE, None  # nothing is padded, so rows need not be told
+            raise
         entry, batch, shape = found
         is_standing = entry.is_standing()
         why_not = self._why_not(entry, is_standing)
