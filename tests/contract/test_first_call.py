@@ -1,5 +1,7 @@
 """The first call is a call like any other: it fails as the function does, and what it makes is made once."""
 
+import gc
+
 import pytest
 import torch
 
@@ -316,3 +318,26 @@ def test_state_that_is_made_once_and_only_read_may_be_captured_ahead(device, way
     for n in (3, 4, 1):
         x = randn(n, WIDTH, device=device, seed=n)
         assert same(f(x), x * (torch.arange(WIDTH, device=device) % 2))
+
+
+def test_what_lies_in_a_circle_of_references_is_no_state(device):
+    """Autograd, transforms and compilers leave such circles; the collector comes when it likes."""
+
+    class Holder:
+        pass
+
+    def step(x):
+        holder = Holder()
+        holder.itself, holder.made = holder, x * 3
+        return holder.made + 1
+
+    gc.collect()
+    gc.disable()
+    try:
+        f = wrap(step, [2, 4])
+        for seed in range(2):
+            x = randn(3, WIDTH, device=device, seed=seed)
+            assert same(f(x), step(x))
+    finally:
+        gc.enable()
+    assert (reasons(f), f.report().replays) == ({}, 2)

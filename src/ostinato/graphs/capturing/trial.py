@@ -1,5 +1,6 @@
 """Trial runs that leave no trace: warm-ups, and the runs that verification compares with."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -90,6 +91,9 @@ class Trials:
     @property
     def makes_state(self) -> bool:
         """Whether something that an observed run made outlives it."""
+        if not any(journal.survivors() for journal in self._journals):
+            return False
+        gc.collect()  # what lies in circles of references, as autograd and compilers leave, is no state
         return any(journal.survivors() for journal in self._journals)
 
     @property
@@ -114,6 +118,8 @@ class Trials:
 
     def made_last(self) -> set[int]:
         """Addresses of storages that the last observed run made and that Python still holds."""
+        if self._journals[-1].kept():
+            gc.collect()
         return self._journals[-1].kept()
 
     @property
