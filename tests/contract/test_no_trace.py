@@ -515,3 +515,19 @@ def test_a_function_that_is_refused_runs_on_what_it_had(device):
     before[3:6] = x
     assert same(table, before)
     assert reasons(f) == {"capture-failed": 1}
+
+
+def test_a_number_that_each_row_writes_has_no_places_that_padding_could_take(device):
+    """What it holds afterwards is compared, as every state is."""
+    seen, place = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+
+    def step(x):
+        for _ in range(len(x)):
+            seen.scatter_(0, place, 1.0)
+        return x * 2
+
+    f = wrap(step, [2, 4])
+    x = randn(3, WIDTH, device=device)
+    assert same(f(x), x * 2)
+    assert f.report().replays == 1
+    assert seen == 1

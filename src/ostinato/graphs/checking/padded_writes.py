@@ -38,7 +38,8 @@ class HitPlaces(NamedTuple):
         found: list[tuple[Place, Hits]] = []
         for region in regions:
             name = argument_of(region, inputs)
-            if region.hits is not None and name not in has_rows:
+            is_single = region.tensor.dim() == 0  # has no places: what it holds afterwards is compared
+            if region.hits is not None and name not in has_rows and not is_single:
                 found.append((storage_address(region.tensor) if name is None else name, region.hits))
         return cls(found)
 
