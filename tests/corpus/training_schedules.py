@@ -398,10 +398,13 @@ def raises_on_a_loss_that_is_not_finite(run):
     model = mlp(16, 24, 1).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = run.train_step(model, lambda out, y: torch.exp(out.pow(2)).mean(), optimizer)
-    for i, (x, y) in enumerate(vectors(run, 10)):
-        loss = step(100 * x if i == 4 else x, y)
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"Loss is {loss.item()}, stopping training at step {i}")
+    try:
+        for i, (x, y) in enumerate(vectors(run, 10)):
+            loss = step(100 * x if i == 4 else x, y)
+            if not math.isfinite(loss.item()):
+                raise FloatingPointError(f"Loss is {loss.item()}, stopping training at step {i}")
+    except FloatingPointError as error:
+        return str(error), model
 
 
 @program
