@@ -43,7 +43,7 @@ class Blame(NamedTuple):
 
 @cache
 def _is_hidden(file: str, module: str) -> bool:
-    """Whether a file is torch's, ours, or one that only passes calls on."""
+    """Returns whether a file is torch's, ours, or one that only passes calls on."""
     if file.startswith(("<frozen", "<string>")):
         return module != "__main__"  # `python -c` calls the user's code so
     return file.startswith((_TORCH, _OURS)) or any(part in file for part in _HIDDEN_PARTS)
@@ -51,14 +51,14 @@ def _is_hidden(file: str, module: str) -> bool:
 
 @cache
 def _is_library(file: str) -> bool:
-    """Whether a file was installed, and is not the user's own."""
+    """Returns whether a file was installed, and is not the user's own."""
     return any(f"/{part}/" in file for part in ("site-packages", "dist-packages")) or file.startswith(
         _PYTHONS_OWN
     )
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame runs code of the user's own."""
+    """Returns whether a frame runs code of the user's own."""
     file = frame.f_code.co_filename
     return not _is_hidden(file, frame.f_globals.get("__name__", "")) and not _is_library(file)
 
@@ -110,7 +110,7 @@ def raising_line(tb: TracebackType | None) -> str | None:
 
 
 def _is_machinery(frame: FrameType, _line: int) -> bool:
-    """Whether a frame tells a reader nothing: ours, or one of torch's that only passes calls on."""
+    """Returns whether a frame tells a reader nothing: ours, or one of torch's that only passes calls on."""
     file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
     return file.startswith(_MACHINERY) or (_is_hidden(file, module) and not file.startswith(_TORCH))
 

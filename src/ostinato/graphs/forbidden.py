@@ -168,7 +168,7 @@ def _has_mask(indices: Any) -> bool:
 
 
 def _fills_by_mask(indices: Any, value: torch.Tensor, seen: Seen) -> bool:
-    """Whether writing through an index is filling by one mask with a number of the host's."""
+    """Returns whether writing through an index is filling by one mask with a number of the host's."""
     num_indices = sum(index is not None for index in indices)
     return num_indices == 1 and value.numel() == 1 and not _is_on_device(value, seen)
 
@@ -268,7 +268,7 @@ def _forbidden_index(tensor: torch.Tensor, index: Any) -> Forbidden | None:
 
 
 def _is_host_data(value: Any) -> bool:
-    """Whether an index is a list of numbers, or an array."""
+    """Returns whether an index is a list of numbers, or an array."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and value.size > 0
     return isinstance(value, list) and bool(value) and all(map(_is_number_or_more, value))

@@ -238,7 +238,7 @@ def _is_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the bytes of both are read in the same way."""
+    """Returns whether the bytes of both are read in the same way."""
     return (one.dtype, one.is_conj(), one.is_neg()) == (other.dtype, other.is_conj(), other.is_neg())
 
 
@@ -261,7 +261,7 @@ def _contains(outer: torch.Tensor, inner: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it fills its memory, each place once."""
+    """Returns whether it fills its memory, each place once."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1 and stride != expected:

@@ -84,7 +84,7 @@ def rows_of(func: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mappin
 
 
 def is_masked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call writes where a mask says: once, however many rows name a place."""
+    """Returns whether a call writes where a mask says: once, however many rows name a place."""
     name = _name(func)
     if name in _INDEX_PUTS:
         indices = _given(func, args, kwargs)["indices"]

@@ -156,7 +156,7 @@ class Maker:
                 self._steps = []
 
     def is_for(self, structure: Structure, leaves: Sequence[Any]) -> bool:
-        """Whether it makes such trees."""
+        """Returns whether it makes such trees."""
         return [leaf is None for leaf in leaves] == self._without and structure == self._structure
 
     def made(self, leaves: list[Any]) -> Any:

@@ -70,7 +70,7 @@ class Trials:
 
     @property
     def casts_to_integers(self) -> bool:
-        """Whether an observed run made integers of numbers."""
+        """Returns whether an observed run made integers of numbers."""
         return any(journal.casts_to_integers for journal in self._journals)
 
     @property
@@ -80,7 +80,7 @@ class Trials:
 
     @property
     def writes(self) -> bool:
-        """Whether an observed run wrote anything that was there before."""
+        """Returns whether an observed run wrote anything that was there before."""
         return any(journal.written for journal in self._journals)
 
     @property

@@ -42,7 +42,7 @@ class Seen(Protocol):
 
     @property
     def rounds_to_few_bits(self) -> bool:
-        """Whether it computed in 16 bits or fewer."""
+        """Returns whether it computed in 16 bits or fewer."""
 
 
 def difference(
@@ -157,7 +157,7 @@ def gross(dtype: torch.dtype, device: torch.device, seen: Seen) -> float:
 
 
 def _may_be_shortened(device: torch.device, work: Sequence[tuple[Any, str]]) -> bool:
-    """Whether products of float32 may be computed with fewer digits, as torch is set."""
+    """Returns whether products of float32 may be computed with fewer digits, as torch is set."""
     try:
         if torch.get_float32_matmul_precision() != "highest":
             return True

@@ -231,7 +231,7 @@ def without_a_place(batch: Batch, fields: Sequence[Field]) -> list[str]:
 
 
 def _is_of_this_size(tensor: torch.Tensor, rows: int) -> bool:
-    """Whether it is a tensor that a step keeps for batches of this size."""
+    """Returns whether it is a tensor that a step keeps for batches of this size."""
     return rows in tensor.shape and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 

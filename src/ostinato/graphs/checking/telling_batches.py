@@ -152,12 +152,12 @@ def unlike_padding(batch: Batch, fields: Sequence[Field]) -> Batch:
 
 
 def is_number(dtype: torch.dtype) -> bool:
-    """Whether no value of this type is a place."""
+    """Returns whether no value of this type is a place."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def is_blank(value: torch.Tensor, field: Field) -> bool:
-    """Whether an input looks like padding."""
+    """Returns whether an input looks like padding."""
     numbers = value if value.is_complex() else value.double()
     return bool((numbers == field.pad).all())
 

@@ -497,7 +497,7 @@ def dependent_state(
 def _same_state(
     regions: Sequence[WrittenRegion], got: list[torch.Tensor], wanted: list[torch.Tensor]
 ) -> bool:
-    """Whether two runs of one shape leave the same, but for rounding."""
+    """Returns whether two runs of one shape leave the same, but for rounding."""
     pairs = zip(regions, got, wanted, strict=True)
     return all(difference(a, b, r.before) <= UNPADDED * TOLERANCES.get(b.dtype, 0.0) for r, a, b in pairs)
 

@@ -71,7 +71,7 @@ class Rates:
         ]
 
     def holds(self, value: Any) -> bool:
-        """Whether this is one of the tensors, or a view of one."""
+        """Returns whether this is one of the tensors, or a view of one."""
         if not isinstance(value, torch.Tensor) or value.dim():
             return False
         return any(value.data_ptr() == tensor.data_ptr() for tensor in self._tensors)

@@ -64,7 +64,7 @@ _OF_PYTHON = sysconfig.get_path("stdlib")
 
 
 def is_read_from(code: types.CodeType) -> bool:
-    """Whether it is anybody's but torch's, Python's and ours."""
+    """Returns whether it is anybody's but torch's, Python's and ours."""
     file = code.co_filename
     is_pythons = file.startswith(_OF_PYTHON) and "site-packages" not in file
     return not (is_pythons or file.startswith((_OF_TORCH, _OURS, "<frozen")))
@@ -108,7 +108,7 @@ def _local_names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.cache
 def looks_at(code: types.CodeType, name: str, *, attribute: bool, variable: bool) -> bool:
-    """Whether a function's code looks at an attribute or a variable of this name. `self.n += 1` and
+    """Returns whether a function's code looks at an attribute or a variable of this name. `self.n += 1` and
     `self.seen.append(x)` do not: there is a change in place for every mention."""
     kinds = {"attribute": attribute, "variable": variable}
     if any(

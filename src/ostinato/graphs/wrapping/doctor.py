@@ -135,7 +135,7 @@ def diagnose(call: Examined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
 
 
 def _is_said(cause: str, obstacles: tuple[Obstacle, ...]) -> bool:
-    """Whether a line that is on the list is the cause."""
+    """Returns whether a line that is on the list is the cause."""
     draws = python_draws.WHY_NOT in cause
     return any(
         (obstacle.where and f"(at {obstacle.where}" in cause) or (draws and "random" in obstacle.what)

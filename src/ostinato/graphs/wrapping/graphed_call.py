@@ -95,7 +95,7 @@ class GraphedCall:
 
     @property
     def _overwrites(self) -> bool:
-        """Whether a call overwrites the results of another one."""
+        """Returns whether a call overwrites the results of another one."""
         return self.settings.results is not Results.COPIED
 
     def _take_over(self) -> None:

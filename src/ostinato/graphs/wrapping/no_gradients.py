@@ -64,7 +64,7 @@ class Differentiable:
 
 
 def require_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument does, where gradients are enabled."""
+    """Returns whether an argument does, where gradients are enabled."""
     if not torch.is_grad_enabled():
         return False
     given = (*args, *kwargs.values())

@@ -399,7 +399,7 @@ def _is_other(now: Any, was: Any) -> bool:
 
 
 def _is_state(value: Any, was: Any) -> bool:
-    """Whether it is a number, a setting or contents, no tensor and no object of a class."""
+    """Returns whether it is a number, a setting or contents, no tensor and no object of a class."""
     return all(
         isinstance(each, _STATE) and not tensors_in(each) for each in (value, was) if each is not MISSING
     )

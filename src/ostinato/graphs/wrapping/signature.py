@@ -110,7 +110,7 @@ class Signature:
 
     @cached_property
     def is_flat(self) -> bool:
-        """Whether every argument is one tensor or one constant: the commonest kind of call."""
+        """Returns whether every argument is one tensor or one constant: the commonest kind of call."""
         count, names = self.given
         return self.structure == flatten(((None,) * count, dict.fromkeys(names)))[1]
 

@@ -138,7 +138,7 @@ class _Dictionary:
         self.size: int | None = None
 
     def holds(self) -> bool:
-        """Whether they stand."""
+        """Returns whether they stand."""
         find = self.holder.get
         return (self.size is None or len(self.holder) == self.size) and all(
             _is_whole(self.holder, value) if key is WHOLE else find(key, MISSING) is value
@@ -155,7 +155,7 @@ class _Dictionaries:
         self._words = Words([each.holder for each in dictionaries], objects)
 
     def hold(self) -> bool:
-        """Whether all places stand."""
+        """Returns whether all places stand."""
         if self._words.are_same():
             return True
         if list(map(type, self._objects)) != self._types:
@@ -177,7 +177,7 @@ class _Tensors:
         self._num_equal_changes = 0
 
     def hold(self) -> bool:
-        """Whether all are as they were: their words are, or else their answers."""
+        """Returns whether all are as they were: their words are, or else their answers."""
         if self._words.are_same():
             return True
         if list(map(_address, self._tensors)) != self._addresses or not self._shapes.hold():
@@ -196,7 +196,7 @@ class _Shapes:
         self._guards = [_guards_of(tensors)] if tensors else []
 
     def hold(self) -> bool:
-        """Whether all are as they were, see Note [Shapes under another mode]."""
+        """Returns whether all are as they were, see Note [Shapes under another mode]."""
         if any(guards.check(*self._tensors) for guards in self._guards) or not self._tensors:
             return True
         if _shapes_of(self._tensors) != self._then:
@@ -206,7 +206,7 @@ class _Shapes:
 
 
 def _is_whole(holder: Any, entries: Any) -> bool:
-    """Whether it has exactly these entries."""
+    """Returns whether it has exactly these entries."""
     is_same = len(holder) == len(entries) and all(map(is_, holder, entries))
     return is_same and (not isinstance(holder, dict) or all(map(is_, holder.values(), entries.values())))
 

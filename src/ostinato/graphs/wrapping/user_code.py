@@ -95,7 +95,7 @@ def is_taken_from(value: Any) -> bool:
 
 
 def is_closed(value: Any) -> bool:
-    """Whether nobody can look into it: an object of an extension in C, without attributes."""
+    """Returns whether nobody can look into it: an object of an extension in C, without attributes."""
     kind = type(value)
     package = (kind.__module__ or "").partition(".")[0]
     if package in sys.builtin_module_names or not is_users(kind.__module__) or callable(value):

@@ -75,7 +75,7 @@ class Words:
         self.accept()
 
     def are_same(self) -> bool:
-        """Whether nothing has changed; False where this Python cannot tell."""
+        """Returns whether nothing has changed; False where this Python cannot tell."""
         if not _IS_KNOWN or self._is_empty:
             return self._is_empty
         return self._memory.read().tobytes() == self._accepted.tobytes()
@@ -118,7 +118,7 @@ class TensorWords:
             self._levels.append((memory, memory.read().tobytes()))
 
     def are_same(self) -> bool:
-        """Whether nothing has changed; False where that cannot be told."""
+        """Returns whether nothing has changed; False where that cannot be told."""
         for memory, accepted in self._levels:
             if memory.read().tobytes() != accepted:
                 return False
@@ -126,7 +126,7 @@ class TensorWords:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether its words are those of ordinary tensors."""
+    """Returns whether its words are those of ordinary tensors."""
     is_ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return is_ordinary and not tensor.is_nested and tensor.device.type in ("cpu", "cuda")
 
