@@ -10,9 +10,14 @@ import string
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from ostinato import SamplingParams
+from ostinato.server.openai.cost import check_cost
+from ostinato.server.openai.errors import ApiError
 
 from .attacks import Footprint, Witness, settled
 from .server_process import ServerProcess
@@ -118,6 +123,16 @@ def test_lists_times_completions(asked: ServerProcess) -> None:
     witness.check()
     found = asked.post("/v1/completions", {**body, **LARGEST["allowed_token_ids"]}).json()["error"]
     assert (found["code"], found["param"]) == ("request_too_costly", "allowed_token_ids")
+
+
+def test_costs_are_those_of_all_completions_in_whatever_order() -> None:
+    """Prompts of a request may have parameters of their own, as with SGLang."""
+    costly = SamplingParams(allowed_token_ids=list(range(1000)))
+    for params in ([costly] * 1100 + [SamplingParams()], [SamplingParams()] + [costly] * 1100):
+        asked = [SimpleNamespace(params_of_prompt=each, prompt_ids=[1]) for each in params]
+        with pytest.raises(ApiError, match="shorten the lists"):
+            check_cost(asked, VOCAB)  # type: ignore[arg-type]
+        check_cost(asked[:1000], VOCAB)  # type: ignore[arg-type]
 
 
 def combinations() -> list[tuple[str, ...]]:

@@ -39,7 +39,7 @@ class CapturedBlock:
         """See `capture_block`."""
         self.pool = pool
         self.replays = 0
-        """How often it was replayed."""
+        """Counts the replays."""
         self._recorded: Recorded | None = None
         self._addresses = AddressBook()
         self._is_watched_by_name = False

@@ -44,9 +44,9 @@ class Ongoing:
 
     def __init__(self) -> None:
         self.output: Any = None
-        """What must be found again; set it before the recording ends."""
+        """Holds the results that replays must find; set it before the recording ends."""
         self.recorded: Recorded | None = None
-        """What it gave; there when it has ended."""
+        """Holds the recording once it has ended."""
 
 
 @contextmanager

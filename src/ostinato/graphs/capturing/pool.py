@@ -52,7 +52,7 @@ class Lent:
     def __init__(self) -> None:
         self.outputs: Sequence[torch.Tensor] = ()
         self.generation = 0
-        """How often they were overwritten; those of earlier generations are gone."""
+        """Counts how often they were overwritten; those of earlier generations are gone."""
 
     def overwrite(self) -> None:
         """Call before they are overwritten: autograd and guards then refuse to use the old ones."""

@@ -16,7 +16,7 @@ from ..memory import settled
 
 
 class Change(NamedTuple):
-    """What a step found in a tensor, and what it left there."""
+    """Holds the contents of a tensor before and after a step."""
 
     before: torch.Tensor
     after: torch.Tensor

@@ -1,4 +1,4 @@
-"""How far two tensors differ: one comparison for results, for state and for gradients.
+"""Measures how far two tensors differ: one comparison for results, for state and for gradients.
 
 Note [What hides a difference]
 A norm over all elements shows nothing but the largest: beside a mask of -inf, a running minimum that starts

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_LISTED = 2**20
 """Entries of a request's lists, times its completions."""
+MAX_WORDS = 2**17
+"""Characters of all bad words together, and their tokens: each is looked at in this process."""
 MAX_TOLD = 2**24
 """Log probabilities in an answer: tokens times those told with each."""
 MAX_ARGUMENT_VALUES = 100_000
@@ -45,6 +47,17 @@ def check_lists(body: Sampling, num_completions: int) -> None:
         raise _too_long(max(entries, key=lambda name: entries[name]), total, num_completions)
 
 
+def check_words(size: int, what: str) -> None:
+    """400 for bad words with too many characters or tokens in all."""
+    if size > MAX_WORDS:
+        raise ApiError(
+            400,
+            f"bad_words: they have {size:,} {what} together, at most {MAX_WORDS:,} are read",
+            param="bad_words",
+            code="request_too_costly",
+        )
+
+
 def check_cost(completions: Sequence[Completion], vocab_size: int) -> None:
     """400 for completions whose lists or log probabilities are too many together, whatever asked for them."""
     listed = told = 0
@@ -57,7 +70,7 @@ def check_cost(completions: Sequence[Completion], vocab_size: int) -> None:
         each = _told_with_each(params, vocab_size)
         told += len(completion.prompt_ids) * _times(params.prompt_logprobs, vocab_size)
         told += each * (params.max_tokens or 0)
-    if listed > MAX_LISTED and entries:
+    if listed > MAX_LISTED:
         raise _too_long(None, listed // len(completions), len(completions))
     if told > MAX_TOLD:
         raise ApiError(

@@ -12,6 +12,7 @@ from ostinato.engine.parameters.sampling_params import RequestError, SamplingPar
 from ostinato.text.structured import StructuredOutputs
 
 from ..text_work.lanes import INLINE
+from .cost import check_words
 from .errors import ApiError
 from .requests import Sampling
 from .served_model import ServedModel, check_unicode
@@ -111,15 +112,18 @@ async def bad_words(body: Sampling, model: ServedModel) -> list[list[int]] | Non
     if not given:
         return None
     tokenizer = model.need_tokenizer("bad_words")
+    check_words(sum(map(len, given)), "characters")
     for word in given:
         check_unicode(word, "bad_words")
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     try:
         if sum(map(len, given)) + len(given) <= INLINE:
             return token_sequences(given, encode)
-        return await asyncio.to_thread(token_sequences, given, encode)
+        found = await asyncio.to_thread(token_sequences, given, encode)
     except RequestError as error:
         raise ApiError(400, str(error), param="bad_words") from error
+    check_words(sum(map(len, found)), "tokens")
+    return found
 
 
 def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
