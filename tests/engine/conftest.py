@@ -112,12 +112,13 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return model
 
 
-def write_byte_tokenizer(directory: Path) -> None:
-    """Characters of ASCII as tokens 0-127, two special ones and the end of a text behind them."""
+def write_byte_tokenizer(directory: Path, characters: int = 128) -> None:
+    """Characters of ASCII as tokens 0-127, two special ones and the end of a text behind them; or every byte,
+    with 256 `characters`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate(alphabet[:128])}
+    vocabulary = {character: index for index, character in enumerate(alphabet[:characters])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
