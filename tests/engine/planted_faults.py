@@ -11,7 +11,7 @@ from ostinato.engine.llm import LLM
 from ostinato.engine.loading import load as loading
 from ostinato.engine.sampling.sampler import Sampler
 from ostinato.engine.stepping.model_runner import ModelRunner
-from ostinato.engine.stepping.plain_sampling import PlainSampling
+from ostinato.engine.stepping.token_return import PlainSampling
 from ostinato.graphs import InputBuffers
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import AttentionBatch, HostLengths

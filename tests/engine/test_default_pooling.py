@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ostinato.engine.llm import LLM
-from ostinato.engine.loading.default_pooling import default_pooling
+from ostinato.engine.loading.defaults import default_pooling
 from ostinato.text.errors import TokenizerError
 
 from .conftest import TinyModel, prompts_of

@@ -10,7 +10,7 @@ import pytest
 
 from ostinato import AsyncLLM, ConfigError, EngineConfig
 from ostinato.engine.llm import LLM
-from ostinato.engine.loading.default_sampling import default_sampling
+from ostinato.engine.loading.defaults import default_sampling
 from ostinato.engine.loading.load import ModelLoadError
 from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.models.default_model import DEFAULT_MODEL_SAMPLING

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ostinato import LLM, SamplingParams
 from ostinato.engine.parameters.sampling_params import RequestError
-from ostinato.engine.sampling.processor_batch import ProcessorBatch
-from ostinato.engine.sampling.processor_protocol import MoveDirectionality
+from ostinato.engine.sampling.logits_processors import MoveDirectionality, ProcessorBatch
 from ostinato.engine.scheduling.request import Request
 from ostinato.graphs import ConfigError
 

@@ -14,9 +14,8 @@ from ostinato.engine.config import EngineConfig
 from ostinato.engine.llm import LLM
 from ostinato.engine.loading import load as loading
 from ostinato.engine.loading import rehearsal
-from ostinato.engine.loading.device_memory import DeviceMemory
+from ostinato.engine.loading.device_memory import OUTSIDE_GRAPHS, DeviceMemory, MemoryPlan
 from ostinato.engine.loading.load import kv_shape
-from ostinato.engine.loading.memory_plan import OUTSIDE_GRAPHS, MemoryPlan
 from ostinato.engine.resolved_config import ResolvedConfig
 from ostinato.engine.sampling.sampler import Sampler
 from ostinato.engine.stepping.model_runner import KVCache, ModelRunner

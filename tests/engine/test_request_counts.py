@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from ostinato.engine.delivery.request_counts import RequestCounts
-from ostinato.engine.delivery.request_times import RequestTimes
+from ostinato.engine.outputs import RequestTimes
 from ostinato.engine.scheduling.request import RequestStatus
 
 

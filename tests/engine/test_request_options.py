@@ -13,7 +13,7 @@ from ostinato.engine.async_llm import AsyncLLM
 from ostinato.engine.delivery.output_stream import OutputStream
 from ostinato.engine.llm import LLM
 from ostinato.engine.outputs import CompletionOutput, RequestOutput
-from ostinato.engine.parameters.bad_words import token_sequences
+from ostinato.engine.parameters.parameter_checks import token_sequences
 from ostinato.engine.parameters.sampling_params import (
     BeamSearchParams,
     RequestError,

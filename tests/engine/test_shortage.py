@@ -8,8 +8,8 @@ import torch
 from ostinato.engine.config import EngineConfig
 from ostinato.engine.loading import load as loading
 from ostinato.engine.loading import shortage
+from ostinato.engine.loading.device_memory import OUTSIDE_GRAPHS, MemoryPlan
 from ostinato.engine.loading.load import ModelLoadError, allocate_kv, weight_bytes
-from ostinato.engine.loading.memory_plan import OUTSIDE_GRAPHS, MemoryPlan
 from ostinato.engine.loading.shortage import Room
 from ostinato.engine.resolved_config import ResolvedConfig, resolve
 

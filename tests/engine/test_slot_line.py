@@ -1,8 +1,7 @@
 """Requests with more adapters than slots: nobody waits forever, nobody waits for what he does not need."""
 
 from ostinato.cache.pages import PageAllocator
-from ostinato.engine.adapters.slots import AdapterSlots
-from ostinato.engine.adapters.version import AdapterVersion
+from ostinato.engine.adapters.slots import AdapterSlots, AdapterVersion
 from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.scheduling.request import Request
 from ostinato.engine.scheduling.scheduler import Scheduler

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.engine.sampling.token_masks import TokenMasks
+from ostinato.engine.sampling.asked_rows import TokenMasks
 from ostinato.text.grammar import Mask
 
 VOCAB, WORDS = 70, 3

@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 from ostinato.cli.main import app
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
-from ostinato.engine.stepping.device_rows import DeviceRows
-from ostinato.engine.stepping.row_fields import row_fields
+from ostinato.engine.stepping.device_rows import DeviceRows, row_fields
 from ostinato.engine.verifying import expected_results
-from ostinato.engine.verifying.made_requests import Room, make_requests, num_pages_of
+from ostinato.engine.verifying.made_inputs import Room, make_requests, num_pages_of
 from ostinato.engine.verifying.reference_model import rotation
-from ostinato.engine.verifying.row_graphs import check_row_graph
+from ostinato.engine.verifying.step_graphs import check_row_graph
 from ostinato.engine.verifying.verification import EngineBusyError, verify
 from ostinato.graphs import ConfigError, GraphMode, GraphPool, VerifyError
 from ostinato.models.config import ModelConfig

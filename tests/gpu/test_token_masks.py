@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ostinato.engine.sampling.token_masks import TokenMasks
+from ostinato.engine.sampling.asked_rows import TokenMasks
 from ostinato.text.grammar import Mask
 
 VOCAB, ROWS = 151_936, 257

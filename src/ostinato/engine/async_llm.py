@@ -15,8 +15,7 @@ from ostinato.models.weight_update import NamedTensors
 from ostinato.text.hf_like_tokenizer import HFLikeTokenizer
 
 from .adapters.lora_request import LoRARequest
-from .coroutines.engine_thread import EngineThread
-from .coroutines.inboxes import Inbox, Inboxes
+from .coroutines.engine_thread import EngineThread, Inbox, Inboxes
 from .delivery.served_completion import ServedCompletion
 from .llm import LLM
 from .outputs import RequestOutput

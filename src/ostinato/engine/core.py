@@ -48,7 +48,7 @@ from ostinato.models.weight_update import NamedTensors, TornWeightsError
 from .engine_parts import put_together
 from .loading.load import PlacedModel
 from .parameters.sampling_params import RequestError, SamplingParams
-from .sampling.prompt_logprobs import prompt_logprobs_of
+from .sampling.logprobs import prompt_logprobs_of
 from .scheduling.request import FinishReason, IntArray, Request
 from .scheduling.scheduled_step import CompletedStep, ScheduledStep
 from .sleeping.served_weights import DROPPED, WeightsReport

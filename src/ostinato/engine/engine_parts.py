@@ -10,23 +10,23 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.cache.pages import PageAllocator
-from ostinato.graphs import frozen_gc
+from ostinato.graphs import GraphMode, frozen_gc
 from ostinato.models.adapters.reading import AdapterReader
+from ostinato.models.config import ModelConfig
 
-from .adapters.first_adapters import load_first_adapters
-from .adapters.served_adapters import ServedAdapters
-from .loading.device_memory import DeviceMemory
+from .adapters.served_adapters import ServedAdapters, load_first_adapters
+from .loading.device_memory import DeviceMemory, MemoryPlan
 from .loading.drafts import draft_kv_shape, draft_parts, draft_windows
 from .loading.load import LoadedModel, ModelLoadError, PlacedModel, allocate_kv, read
-from .loading.memory_plan import MemoryPlan
-from .loading.prompt_bound import prompt_bound_of
 from .loading.rehearsal import Rehearsal
 from .loading.shortage import Room, no_room_for_steps
+from .resolved_config import ResolvedConfig
 from .sampling.following import Following
 from .sampling.sampler import Sampler
 from .scheduling.prompt_room import PromptBound
 from .scheduling.scheduler import Scheduler
 from .scheduling.scheduler_config import SchedulerConfig, window_of
+from .scheduling.step_costs import StepCosts
 from .sleeping.served_weights import ServedWeights
 from .sleeping.sleeper import Sleeper
 from .stepping.model_runner import ModelRunner
@@ -179,3 +179,25 @@ def _expect(plan: MemoryPlan, runner: ModelRunner, sampler: Sampler | None) -> N
     of_sampling = [] if sampler is None else list(sampler.graphs.values())
     for graphs, expected in zip((runner.graphs, *of_sampling), plan.rungs, strict=False):
         graphs.predicted |= expected
+
+
+def prompt_bound_of(config: ResolvedConfig, model: ModelConfig) -> PromptBound | None:
+    """None if no target is configured."""
+    target = config.config.target_itl_ms
+    if target is None:
+        return None
+    most = config.max_batched_tokens
+    return PromptBound(
+        target / 1e3,
+        StepCosts(tokens_per_pair(model)),
+        [*(size for size in config.token_ladder if size < most), most],
+        are_captured=config.graph_mode.mixed is not GraphMode.NONE,
+        window=window_of(model.layer_windows, config.max_model_len),
+    )
+
+
+def tokens_per_pair(model: ModelConfig) -> float:
+    """Arithmetic per pair of query and key, as a fraction of that of all matrix products of a token."""
+    attention = 2 * model.num_heads * model.head_dim
+    projections = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    return attention / (model.hidden_size * (projections + 3 * model.intermediate_size))

@@ -18,21 +18,19 @@ from ostinato.models.weight_update import NamedTensors
 
 from .adapters.lora_request import LoRARequest
 from .adapters.served_adapters import ServedAdapters
-from .adapters.version import AdapterVersion
+from .adapters.slots import AdapterVersion
 from .config import EngineConfig
 from .core import EngineCore
 from .delivery.completion_text import CompletionText
 from .delivery.delivery import Delivery
 from .delivery.request_counts import RequestCounts
-from .delivery.request_times import RequestTimes
 from .delivery.served_completion import ServedCompletion
 from .loading.load import place
-from .outputs import CompletionOutput, RequestOutput
-from .parameters.bad_words import token_sequences
+from .outputs import CompletionOutput, RequestOutput, RequestTimes
+from .parameters.parameter_checks import token_sequences
 from .parameters.sampling_params import RequestError, SamplingParams
 from .prompt_reader import Prompt, PromptReader, cache_salt
-from .sampling.processor_batch import ProcessorBatch, processor_classes
-from .sampling.processor_protocol import LogitsProcessor
+from .sampling.logits_processors import LogitsProcessor, ProcessorBatch, processor_classes
 from .scheduling.request import Request
 from .sleeping.served_weights import WeightsReport
 from .sleeping.sleeper import EngineAsleepError, SleepReport, check_mode

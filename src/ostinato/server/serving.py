@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from ostinato.engine.adapters.lora_modules import parsed_module
+from ostinato.engine.adapters.lora_request import parsed_module
 from ostinato.graphs.errors import ConfigError
 from ostinato.models.default_model import DEFAULT_MODEL_NAME
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.scheduling.request import Request
-from ostinato.engine.speculating import making
+from ostinato.engine.speculating import speculation as making
 from ostinato.engine.speculating.config import SpeculativeConfig
 from ostinato.engine.speculating.ngram_drafter import NgramDrafter
 from ostinato.engine.stepping.model_runner import ModelRunner

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.engine.speculating.config import SpeculativeConfig
+from ostinato.engine.speculating.config import SpeculativeConfig, draft_tiers
 from ostinato.engine.speculating.policy import DraftPolicy
-from ostinato.engine.speculating.tiers import draft_tiers
 from ostinato.graphs import Ladder
 
 SIZES = Ladder([1, 8, 64])

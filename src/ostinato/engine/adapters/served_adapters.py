@@ -7,21 +7,21 @@ alongside the engine's steps, everything else belongs between two steps.
 from __future__ import annotations
 
 import os.path
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ostinato.graphs import ConfigError
 from ostinato.models.adapters.adapter import Adapter
 from ostinato.models.adapters.errors import AdapterError
 from ostinato.models.adapters.reading import AdapterReader
 from ostinato.models.adapters.stacks import AdapterStacks
 
 from ..parameters.sampling_params import RequestError
-from .lora_request import LoRARequest
-from .slots import AdapterSlots
-from .version import AdapterVersion
+from .lora_request import LoRARequest, parsed_module
+from .slots import AdapterSlots, AdapterVersion
 
 
 @dataclass(eq=False)
@@ -267,3 +267,15 @@ class ServedAdapters:
 def _is_same(path: str, other: str) -> bool:
     """Whether both paths lead to the same directory, however written; adapters from tensors have none."""
     return bool(other) and os.path.realpath(path) == os.path.realpath(other)
+
+
+def load_first_adapters(adapters: ServedAdapters, listed: Sequence[str]) -> None:
+    """Load the listed adapters. Raises ConfigError for one that cannot be loaded."""
+    for entry in listed:
+        name, path, pinned = parsed_module(entry)
+        if adapters.named(name) is not None:
+            raise ConfigError(f"lora_modules: two adapters are called {name!r}")
+        try:
+            adapters.load(LoRARequest(name, adapters.free_id(), path), pinned=pinned)
+        except RequestError as error:
+            raise ConfigError(f"lora_modules: {error}") from error

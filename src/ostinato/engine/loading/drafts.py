@@ -13,9 +13,8 @@ from ostinato.models.locate import locate_model
 from ostinato.models.transformer import Transformer
 
 from ..resolved_config import ResolvedConfig
-from ..speculating.draft_parts import DraftParts
-from .arenas import Arenas
-from .saved_memory import SavedMemory
+from ..speculating.target import DraftParts
+from .saved_memory import Arenas, SavedMemory
 
 
 def draft_for(target: ModelConfig, config: ResolvedConfig) -> FoundDraft | None:

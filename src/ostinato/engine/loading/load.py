@@ -30,13 +30,11 @@ from ostinato.text.tokenizer import Tokenizer
 
 from ..config import EngineConfig
 from ..resolved_config import ResolvedConfig, resolve
-from .arenas import Arenas, from_torch
-from .default_pooling import default_pooling
-from .default_sampling import default_sampling
+from .defaults import default_pooling, default_sampling
+from .device_memory import MemoryPlan
 from .drafts import draft_for, load_draft
 from .kernel_table import use_table_of_user
-from .memory_plan import MemoryPlan
-from .saved_memory import SavedMemory
+from .saved_memory import Arenas, SavedMemory, from_torch
 from .shortage import Room, is_short_of_one_request, no_room_for_kv, no_room_for_weights, too_many_pages
 
 logger = logging.getLogger("ostinato.engine")

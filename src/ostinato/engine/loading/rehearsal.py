@@ -22,11 +22,10 @@ from ostinato.kernels.compile_ahead import Compilation
 from ..sampling.sampler import Sampler
 from ..stepping.model_runner import ModelRunner
 from ..stepping.times import StartupTimes
-from .arenas import from_torch
-from .device_memory import DeviceMemory
+from .device_memory import DeviceMemory, MemoryPlan
 from .drafts import draft_parts
 from .load import PlacedModel, kv_shape
-from .memory_plan import MemoryPlan
+from .saved_memory import from_torch
 
 _NODES_OF_AN_EMPTY_GRAPH = 200
 """What the driver holds for a graph without nodes, expressed in nodes; approximate."""

@@ -14,7 +14,9 @@ attention kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,7 +25,17 @@ from ostinato.cache.kv import KVCache
 from ostinato.kernels.allocation import Allocate
 from ostinato.memory import Content, GraphMemory, MemorySaver
 
-from .arenas import Tag
+Tag = Literal["weights", "kv_cache"]
+"""`weights`: filled by loading, and can be filled again. `kv_cache`: worthless once its requests are gone."""
+
+Arenas = Callable[[Tag, torch.device], Allocate | None]
+"""`arenas(tag, device)`: allocates memory of this tag; None: torch does."""
+
+
+def from_torch(tag: Tag, device: torch.device) -> Allocate | None:
+    """No arenas."""
+    return None
+
 
 _CONTENTS: dict[Tag, Content] = {"weights": Content.DATA, "kv_cache": Content.SCRATCH}
 

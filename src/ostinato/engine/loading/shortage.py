@@ -10,7 +10,7 @@ import torch
 from ostinato.kernels.constants import PAGE_SIZE
 
 from ..resolved_config import ResolvedConfig
-from .memory_plan import OUTSIDE_GRAPHS, MemoryPlan
+from .device_memory import OUTSIDE_GRAPHS, MemoryPlan
 
 _MOST = 0.98
 """The largest fraction of a GPU worth trying: the driver needs the rest."""

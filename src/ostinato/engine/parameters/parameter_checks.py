@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ostinato.graphs.errors import OstinatoError
@@ -72,3 +72,24 @@ def biases(given: object) -> dict[int, float]:
         check_number(f"logit_bias of token {key}", value, -100.0, 100.0, "from -100 to 100")
         checked[token_id("a key of logit_bias", token)] = float(value)
     return checked
+
+
+def token_sequences(
+    words: Sequence[str | Sequence[int]], encode: Callable[[str], Sequence[int]]
+) -> list[list[int]]:
+    """Each way in which one of these words is written, once: at the start of a text, and after a space.
+
+    `encode` must add no special tokens. Words that are token ids already stay as they are.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[tuple(word)] = None
+            continue
+        bare = word.lstrip()
+        for written in (bare, f" {bare}") if bare else (word,):
+            ids = tuple(encode(written))
+            if not ids:
+                raise RequestError(f"bad_words: {word!r} has no tokens: remove it")
+            found[ids] = None
+    return [list(ids) for ids in found]

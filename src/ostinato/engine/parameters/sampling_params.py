@@ -15,7 +15,6 @@ from typing import Any
 from ostinato.kernels.constants import GREEDY_BELOW
 from ostinato.text.structured import StructuredOutputs
 
-from .guided_decoding import GuidedDecodingParams, StructuredOutputsParams
 from .parameter_checks import (
     SMALLEST,
     RequestError,
@@ -27,7 +26,7 @@ from .parameter_checks import (
     token_id,
     token_ids,
 )
-from .peer_parameters import takes_peer_names
+from .peer_parameters import GuidedDecodingParams, StructuredOutputsParams, takes_peer_names
 
 __all__ = [
     "GREEDY_BELOW",

@@ -14,7 +14,7 @@ from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray
 from ..scheduling.scheduled_step import ScheduledStep
 from ..stepping.whole_logprobs import wants_whole
-from .drawn_logprobs import Change
+from .logprobs import Change
 
 
 class Kind(IntEnum):

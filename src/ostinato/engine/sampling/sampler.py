@@ -40,15 +40,14 @@ from ..parameters.sampling_params import RequestError, SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import ScheduledStep
 from ..scheduling.token_rules import NOTHING_LEFT, SharedRules
+from ..stepping.device_rows import MAX_BANNED, MAX_BIASES
 from ..stepping.model_runner import ModelRunner
-from ..stepping.row_fields import MAX_BANNED, MAX_BIASES
 from ..stepping.token_return import Amendment, BesideLines, Launched
 from ..stepping.whole_logprobs import MOST_IN_GRAPHS, on_the_way
 from .asked_rows import AskedRows
-from .drawn_logprobs import Change, beside, drawn_logits
 from .kinds import Asking, Drawn, Kind
-from .logits_processors import process, what_is_wrong
-from .processor_batch import ProcessorBatch
+from .logits_processors import ProcessorBatch, process, what_is_wrong
+from .logprobs import Change, beside, drawn_logits
 
 PLAIN_FIELDS = (Field("req_rows", torch.int32, per="request"),)
 """Requests that sample nothing in a step have row 0, like padding: its state never changes."""

@@ -37,8 +37,7 @@ import numpy as np
 from ostinato.grammars.followed_text import FollowedText
 from ostinato.text.grammar import Mask
 
-from ..adapters.slots import NO_SLOT
-from ..adapters.version import AdapterVersion
+from ..adapters.slots import NO_SLOT, AdapterVersion
 from ..parameters.sampling_params import RequestError, SamplingParams
 from ..token_ids import IntArray, is_token_array, token_array
 from .request_drafts import RequestDrafts

@@ -288,3 +288,14 @@ def _text(left: dict[str, Any], key: str) -> str | None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def draft_tiers(config: SpeculativeConfig) -> tuple[int, ...]:
+    """In rising order; without 0, which uses the plain graphs."""
+    most = config.num_speculative_tokens
+    if config.schedule is not None:
+        return tuple(sorted({min(drafts, most) for _, _, drafts in config.schedule} - {0}))
+    if config.disable_adaptive:
+        return (most,)
+    powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return (*powers, most)

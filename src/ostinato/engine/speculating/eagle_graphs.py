@@ -4,32 +4,41 @@ The first pass of a chain computes what the target's last step produced: the acc
 target's own features. Each further pass computes the draft before it. After prompts and steps without drafts,
 the draft's keys and values are written in the same step of the target. When a step without drafts follows one
 that verified some, a chain of a single draft, which is never read, computes what was accepted.
+
+A head pairs the token at position p with the target's feature of position p - 1, in slot p - 1 of pages
+numbered like the target's. For each row, features of consecutive positions are kept, starting at `base`:
+those of the last step's tokens. How a chain uses them is in `kernels.speculation.chains`. Shapes are fixed,
+and nothing is read back.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.cache.kv import KVCache
 from ostinato.graphs import BatchDescriptor, CudaGraphRunner, GraphKey
+from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch
+from ostinato.kernels.attention.heads import HeadPreparation
 from ostinato.kernels.cuda.compiled import is_compiling_only
 from ostinato.kernels.request_rows import note_time
 from ostinato.kernels.speculation.chains import chain_next, chain_start
 from ostinato.kernels.speculation.draft_tokens import note_best
+from ostinato.models.config import ModelConfig
 from ostinato.models.drafts.draft import DraftStates
+from ostinato.models.mixing import Attend, StepAttention
 
 from ..scheduling.request import IntArray, Request
-from .config import SpeculativeConfig
-from .draft_attention import DraftAttention
-from .draft_inputs import NO_FEATURE, keep_features, pairs_of_step
-from .draft_parts import DraftParts
+from .config import SpeculativeConfig, draft_tiers
 from .row_graphs import HeldRows, row_graphs
-from .target import Target
-from .tiers import draft_tiers
+from .target import DraftParts, Target
 
 
 class EagleGraphManager:
@@ -185,3 +194,121 @@ class EagleGraphManager:
 def _kernels_of(key: GraphKey) -> tuple[int, bool]:
     """Chains of more than one draft all launch the same kernels."""
     return key.descriptor.num_reqs, key.descriptor.query_len == 1
+
+
+class DraftAttention:
+    """Built for layers of one shape; can be captured for any batch."""
+
+    def __init__(self, backend: AttentionBackend, shape: ModelConfig, kv: KVCache) -> None:
+        self._backend = backend
+        self._shape = shape
+        self._kv = kv
+
+    def over(self, batch: AttentionBatch) -> Attend:
+        """The attention of one pass."""
+        heads = functools.partial(self._from_heads, batch)
+        if self._backend.attend_qkv is None:
+            return heads
+        return StepAttention(heads, functools.partial(self._from_rows, batch))
+
+    def storing(self, batch: AttentionBatch) -> Attend:
+        """The attention of a pass that only stores keys and values: the last layer computes no attention, if
+        torch would do it. In one kernel with the rest it costs next to nothing."""
+        if self._backend.attend_qkv is not None:
+            return self.over(batch)
+        return functools.partial(self._store, batch)
+
+    def _store(self, batch: AttentionBatch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer < self._shape.num_layers - 1:
+            return self._from_heads(batch, layer, q, k, v)
+        self._backend.write_kv(k, v, *self._kv.layer(layer), batch)
+        return q
+
+    def _from_heads(self, batch: AttentionBatch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_cache, v_cache = self._kv.layer(layer)
+        self._backend.write_kv(k, v, k_cache, v_cache, batch)
+        scale, window = self._shape.attention_scale, self._shape.layer_windows[layer]
+        return self._backend.attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=window)
+
+    def _from_rows(self, batch: AttentionBatch, layer: int, rows: Tensor, heads: HeadPreparation) -> Tensor:
+        assert self._backend.attend_qkv is not None
+        return self._backend.attend_qkv(
+            rows,
+            heads,
+            *self._kv.layer(layer),
+            batch,
+            num_heads=self._shape.num_heads,
+            scale=self._shape.attention_scale,
+            sliding_window=self._shape.layer_windows[layer],
+        )
+
+
+NO_FEATURE = -(1 << 20)
+"""`base` of a row that has none."""
+
+
+class Pairs(NamedTuple):
+    """The tokens of a step of the target with the features before them."""
+
+    features: Tensor
+    """[T, H]: of the token before each."""
+    batch: AttentionBatch
+
+
+def pairs_of_step(batch: AttentionBatch, features: Tensor, stored: Tensor, base: Tensor) -> Pairs:
+    """Each token of a step with the feature of the one before it, from `features` [T, H] of the same step.
+
+    For a request's first token that feature is from the step before, in `stored` [max_rows, n, H]. If
+    `stored` lacks it (the request starts here, or after pages that were found in the cache), the token is
+    left out.
+    """
+    num_tokens, width = features.shape
+    rows, has_tokens = batch.req_rows, batch.query_lens > 0
+    start = batch.seq_lens - batch.query_lens
+    before = (start - 1 - base.index_select(0, rows)).long()
+    is_left_out = has_tokens & ((start == 0) | (before < 0) | (before >= stored.size(1)))
+    places = rows.long() * stored.size(1) + before.clamp(0, stored.size(1) - 1)
+    # One past the tokens: where requests without tokens write.
+    firsts = torch.where(has_tokens, batch.query_starts, num_tokens).long()
+    shifted = features.new_empty(num_tokens + 1, width)
+    shifted[1:].copy_(features)
+    shifted.index_copy_(0, firsts, stored.view(-1, width).index_select(0, places))
+    stays = torch.ones(num_tokens + 1, dtype=torch.bool, device=rows.device)
+    stays.index_copy_(0, firsts, ~is_left_out)
+    stays = stays[:num_tokens] & (batch.token_rows != 0)
+    left_out = is_left_out.int()
+    pairs = replace(
+        batch,
+        token_rows=batch.token_rows * stays,
+        positions=(batch.positions - 1) * stays,
+        seq_lens=(batch.seq_lens - 1).clamp(min=1),
+        query_starts=batch.query_starts + left_out,
+        query_lens=batch.query_lens - left_out,
+        prefix_lens=None,
+    )
+    return Pairs(shifted[:num_tokens], pairs)
+
+
+def keep_features(
+    batch: AttentionBatch, features: Tensor | None, lengths: Tensor, stored: Tensor, base: Tensor
+) -> None:
+    """Keep what the next step and the next drafts need of a step's `features` [T, H], and set `base`.
+
+    Rows whose drafts are being verified have not advanced: the features of all their tokens are kept. For
+    other rows only the last one is. `features` None: set `base` only.
+    """
+    rows, places = batch.req_rows, batch.req_rows.long()
+    real = rows != 0
+    is_verified = lengths.index_select(0, rows) != batch.seq_lens
+    first = batch.seq_lens - torch.where(is_verified, batch.query_lens, 1)
+    base.index_copy_(0, places, first * real)
+    if features is None:
+        return
+    num_kept = min(stored.size(1), batch.max_query_len)
+    steps = torch.arange(num_kept, device=rows.device)
+    last = (batch.query_lens - 1).clamp(min=0).unsqueeze(1)
+    # After the last one, the last one is repeated.
+    kept = torch.where(is_verified.unsqueeze(1), torch.minimum(steps, last), last)
+    chosen = (batch.query_starts.unsqueeze(1) + kept).clamp(max=features.size(0) - 1).long()
+    found = features.index_select(0, chosen.view(-1)).view(rows.size(0), num_kept, -1)
+    stored[:, :num_kept].index_copy_(0, places, found)

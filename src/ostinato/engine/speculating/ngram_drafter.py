@@ -12,10 +12,9 @@ from ostinato.kernels.request_rows import note_time
 from ostinato.kernels.speculation.ngram import draft_ngram
 
 from ..scheduling.request import IntArray, Request
-from .config import SpeculativeConfig
+from .config import SpeculativeConfig, draft_tiers
 from .row_graphs import HeldRows, row_graphs
 from .target import Target
-from .tiers import draft_tiers
 
 
 class NgramDrafter:

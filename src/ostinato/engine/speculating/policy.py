@@ -23,8 +23,7 @@ import numpy as np
 from ostinato.graphs import Ladder
 
 from ..scheduling.request import IntArray
-from .config import SpeculativeConfig
-from .tiers import draft_tiers
+from .config import SpeculativeConfig, draft_tiers
 
 FIRST_CHANCE = 0.7
 """Of a draft, before any was seen."""

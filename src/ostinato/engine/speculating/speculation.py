@@ -11,9 +11,10 @@ graph then chooses all of their tokens, accepts, and returns them in a line of i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from ostinato.graphs import (
 )
 from ostinato.graphs.capturing.recorder import Step
 from ostinato.kernels import request_rows
+from ostinato.kernels.attention.batch import AttentionBatch
 from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.plain import PlainSettings
 from ostinato.kernels.sampling.token_lines import TokenLines
@@ -42,16 +44,14 @@ from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.request_drafts import RequestDrafts
 from ..scheduling.scheduled_step import PLACEHOLDER, ScheduledStep
-from .bunch import Bunch
-from .config import SpeculativeConfig
+from .config import SpeculativeConfig, draft_tiers
 from .counts import DraftCounts, SpeculationReport
-from .drafting import Drafter
+from .eagle_graphs import EagleGraphManager
 from .fields import LONGER, UNCHANGED, VERIFYING
-from .limits import why_single
+from .ngram_drafter import NgramDrafter
 from .policy import DraftPolicy
 from .row_graphs import row_graphs
-from .target import Target
-from .tiers import draft_tiers
+from .target import Bunch, Target
 
 
 class Speculation:
@@ -318,3 +318,71 @@ class Speculation:
             runner.returned.lines,
         )
         return ()
+
+
+class Drafter(Protocol):
+    """Writes `drafts` of rows, from data on the device only."""
+
+    graphs: CudaGraphRunner
+    """The drafting graphs; keys are uniform batches with as many tokens per request as there are drafts."""
+    tapped_layers: tuple[int, ...]
+    """The target's features are taken before these layers; (): they are its last states."""
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """What the target's graphs read of it, beyond rows."""
+        ...
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """Write what newcomers need into their rows, before their first step; `rows.send` sends it."""
+        ...
+
+    def run(self, rows: IntArray, num_drafts: int) -> None:
+        """Launch that many drafts for each of these rows. Pass the very same array while nothing changes."""
+        ...
+
+    def catch_up(self, rows: IntArray) -> None:
+        """Called before a step of these rows without drafts: rows that had drafts verified in the step before
+        must not miss anything of what it accepted."""
+        ...
+
+    def note_step(
+        self, input_ids: Tensor, batch: AttentionBatch, features: Tensor, descriptor: BatchDescriptor
+    ) -> None:
+        """Captured in every step of the target, after its forward pass: keep what drafts will need of it.
+
+        `features` [T, F]: the last states, or what was tapped. In a step that verifies drafts this runs
+        before acceptance: `batch` has the lengths with all tokens, and `lengths` of its rows are still the
+        old ones.
+        """
+        ...
+
+    def try_out(self) -> None:
+        """Run everything that has its own kernels once, without a trace."""
+        ...
+
+
+def why_single(params: SamplingParams, *, is_processed: bool, follows_tokens: bool) -> str | None:
+    """Why a request cannot have its drafts verified: its next token depends on the previous one in a way that
+    only the host knows, or its answer contains more than tokens; None: it can.
+
+    `is_processed`: functions change its logits; `follows_tokens`: the allowed tokens depend on earlier ones.
+    """
+    asked = {
+        "structured output": params.structured_outputs is not None,
+        "logits processors": is_processed,
+        "penalties": params.has_penalties,
+        "logprobs": params.wants_logprobs,
+        "bad_words of several tokens": follows_tokens,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), None)
+
+
+def make_speculation(runner: Target) -> Speculation | None:
+    """Speculation on the rows of a runner; None if it is not configured."""
+    config = runner.config.speculation
+    if config is None:
+        return None
+    if config.method == "ngram":
+        return Speculation(runner, config, NgramDrafter(runner, config))
+    assert runner.draft is not None
+    return Speculation(runner, config, EagleGraphManager(runner, config, runner.draft))

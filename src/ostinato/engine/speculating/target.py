@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ostinato.cache.kv import KVCache
 from ostinato.graphs import GraphPool
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.sampling.token_lines import TokenLines
+from ostinato.models.drafts.draft import Draft
 
 from ..resolved_config import ResolvedConfig
-from .draft_parts import DraftParts
 
 
 class Rows(Protocol):
@@ -66,3 +67,20 @@ class Target(Protocol):
     def verify(self, hidden: Tensor, req_rows: Tensor, query_len: int) -> Tensor:
         """Accept drafts after a forward pass."""
         ...
+
+
+class DraftParts(NamedTuple):
+    """A draft in memory."""
+
+    model: Draft
+    kv: KVCache
+    """As many pages as the target's, with the same numbers."""
+
+
+class Bunch(NamedTuple):
+    """The layout of the line of a step that verified drafts; see `kernels.speculation.acceptance`."""
+
+    num_requests: int
+    """R of the graph that wrote it, padding included."""
+    query_len: int
+    """Tokens of each request."""

@@ -43,19 +43,16 @@ from ostinato.models.transformer import Transformer
 from ..resolved_config import ResolvedConfig
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate, ScheduledStep
-from ..speculating.bunch import Bunch
-from ..speculating.draft_parts import DraftParts
 from ..speculating.fields import VERIFYING, drafting_fields
-from ..speculating.making import make_speculation
+from ..speculating.speculation import make_speculation
+from ..speculating.target import Bunch, DraftParts
 from . import shared_prefix
-from .device_rows import DeviceRows
+from .device_rows import DeviceRows, row_fields
 from .layer_attention import LayerAttention
-from .plain_sampling import PlainSampling
 from .planned_graphs import LAST_TOKENS, PlannedGraphs, has_whole_contexts
-from .row_fields import row_fields
 from .step_inputs import ON_DEVICE, host_lengths, inputs_of, max_context, step_fields
 from .times import StartupTimes
-from .token_return import TokenReturn
+from .token_return import PlainSampling, TokenReturn
 
 
 class _Held(NamedTuple):

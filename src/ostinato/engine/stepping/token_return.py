@@ -2,6 +2,10 @@
 
 On a GPU the last kernel of a step writes the tokens into pinned memory itself, with log-probabilities if
 requested: no copy is queued after the graph, and the host only waits for an event.
+
+Requests with at most a temperature and a seed get their tokens at the end of a decode graph
+(`PlainSampling`), so most steps are one graph. Requests that need more are skipped there; a sampling graph
+after the decode graph serves only them, and writes their tokens into the same line.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs import CurrentStream
+from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, LogprobLines, TokenLines
 
 from ..scheduling.request import IntArray
-from ..speculating.bunch import Bunch
+from ..speculating.target import Bunch
+from .device_rows import DeviceRows
 
 
 @dataclass(frozen=True)
@@ -213,3 +219,16 @@ class TokenReturn:
         if done is not None:
             done.record(self._stream.get())
         return Launched(self._ring[place], num_requests, count, amendment, bunch, done)
+
+
+class PlainSampling:
+    """Called by a graph once the logits are there."""
+
+    def __init__(self, rows: DeviceRows, logits: Tensor, returned: TokenReturn) -> None:
+        self._logits = logits
+        self._settings = PlainSettings(rows["is_plain"], rows["temperature"], rows["seeds"], rows["lengths"])
+        self._lines = returned.lines
+
+    def __call__(self, req_rows: Tensor) -> None:
+        """Captured: choose, and leave the tokens in their rows and in the next line."""
+        return_plain(self._logits[: req_rows.size(0)], req_rows, self._settings, self._lines)

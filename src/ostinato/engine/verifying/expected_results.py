@@ -11,9 +11,7 @@ from torch import Tensor
 from ostinato.models.transformer import Transformer
 
 from .borrowed_pages import BorrowedPages, relative_errors
-from .made_adapters import MadeAdapters
-from .made_requests import MadeRequest
-from .made_steps import MadeStep
+from .made_inputs import MadeAdapters, MadeRequest, MadeStep
 from .reference_model import ReferenceModel, exact_products
 
 LEAST_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}

@@ -13,7 +13,7 @@ from ostinato.kernels.sampling.token_lines import LINE_HEAD
 from ..core import EngineCore
 from ..scheduling.request import IntArray, Request
 from ..stepping.device_rows import RESERVED_CELLS
-from .made_steps import MadeStep
+from .made_inputs import MadeStep
 from .reference_sampling import SampledFrom
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ostinato.graphs import CapturedGraph
+from ostinato.graphs import BatchShape, CapturedGraph
 from ostinato.kernels.constants import PAGE_SIZE
 from ostinato.kernels.lora import NO_ADAPTER
 
@@ -16,13 +16,12 @@ from ..core import EngineCore
 from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request
 from ..scheduling.scheduled_step import PageUpdate
+from ..stepping.device_rows import RESERVED_CELLS, DeviceRows
 from ..stepping.planned_graphs import LAST_TOKENS
 from ..token_ids import token_array
 from .borrowed_pages import BorrowedPages, relative_errors
 from .expected_results import ExpectedResults, logit_errors
-from .made_adapters import MadeAdapters
-from .made_requests import MadeRequest
-from .made_steps import MadeStep, Part, decode_steps, mixed_steps
+from .made_inputs import MadeAdapters, MadeRequest, MadeStep, Part, decode_steps, mixed_steps
 from .outcome import Check
 from .row_state import RowState
 
@@ -201,3 +200,29 @@ def _most_context(step: MadeStep) -> tuple[int, int]:
 
 def _request(part: Part, params: SamplingParams) -> Request:
     return Request("verify", token_array(part.request.tokens[: part.start + 1].tolist()), params)
+
+
+def check_row_graph(
+    rows: DeviceRows, graph: CapturedGraph, name: str, generator: np.random.Generator
+) -> Iterator[Check]:
+    """Send random values to random cells through one graph; everything else must stay."""
+    with rows.unchanged():  # other graphs depend on the rows, above all on row 0
+        yield from _scattered(rows, graph, name, generator)
+
+
+def _scattered(
+    rows: DeviceRows, graph: CapturedGraph, name: str, generator: np.random.Generator
+) -> Iterator[Check]:
+    full, num_cells = graph.descriptor.num_reqs, rows.cells.numel()
+    for kind, wanted in (("plain", full), ("plain", max(1, full // 3)), ("poison", max(1, full // 3))):
+        count = min(wanted, num_cells - RESERVED_CELLS)
+        places = RESERVED_CELLS + generator.permutation(num_cells - RESERVED_CELLS)[:count]
+        values = generator.integers(-(1 << 31), 1 << 31, count).astype(np.int32)
+        expected = rows.cells.cpu().clone()
+        expected[torch.from_numpy(places)] = torch.from_numpy(values)
+        buffers, shape = rows.scatter.buffers, BatchShape.decode(count)
+        batch = {"places": places, "values": values}
+        buffers.fill(batch, shape, graph.descriptor, poison=kind == "poison")
+        rows.scatter.launch(graph)
+        wrong = (rows.cells.cpu() != expected)[RESERVED_CELLS:].sum()
+        yield Check(name, f"{count} cells", kind, "cells", float(wrong), 0)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import cache
+from typing import Self
 
 import numpy as np
 import torch
 
 from ostinato.graphs import AddressError, CapturedGraph, ConfigError, CudaGraphRunner, OstinatoError
+from ostinato.graphs.capturing.progress import is_terminal
 
 from ..core import EngineCore
 from .borrowed_pages import BorrowedPages, choose_pages
 from .expected_results import ExpectedResults, rounding_errors, tolerances
-from .made_adapters import MadeAdapters
-from .made_requests import Room, make_requests, num_pages_of
-from .made_steps import ENOUGH_REQUESTS
+from .made_inputs import ENOUGH_REQUESTS, MadeAdapters, Room, make_requests, num_pages_of
 from .outcome import Check, EngineVerification
-from .progress import VerifyProgress
-from .row_graphs import check_row_graph
 from .sampling_graphs import SamplingGraphs
-from .step_graphs import StepGraphs
+from .step_graphs import StepGraphs, check_row_graph
 
 _SHARE_OF_FREE = 0.4
 """The share of the GPU's free memory that copies of pages may take."""
@@ -197,3 +196,42 @@ def _room(core: EngineCore) -> Room:
         # A third of them decode in a mixed step, perhaps the longest among them; the others must fill it.
         tokens=2 * most_tokens + longest,
     )
+
+
+class VerifyProgress:
+    """Shows which graph is being checked; silent unless shown."""
+
+    def __init__(self, total: int, shown: bool | None) -> None:
+        """`shown`: True, False, or None for 'when standard error is a terminal'."""
+        self._total = total
+        self._shown = is_terminal(sys.stderr) if shown is None else shown
+
+    def __enter__(self) -> Self:
+        if self._shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("verifying {task.description:<34}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total)
+        return self
+
+    def start(self, name: str) -> None:
+        """This is about to be checked."""
+        if self._shown:
+            self._bar.update(self._task, description=name)
+
+    def done(self) -> None:
+        """A graph was checked."""
+        if self._shown:
+            self._bar.update(self._task, advance=1)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._shown:
+            self._bar.stop()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..delivery.buckets import Buckets
+from ..delivery.request_counts import Buckets
 from ..text_engine import TextEngine
 
 PREFIX = "vllm:"

@@ -35,7 +35,7 @@ _CONFIGS = (
     "PoolerConfig ProfilerConfig StructuredOutputsConfig AttentionConfig WeightTransferConfig"
 )
 _PROCESSORS = (
-    "engine.sampling.processor_protocol LogitsProcessor AdapterLogitsProcessor BatchUpdate "
+    "engine.sampling.logits_processors LogitsProcessor AdapterLogitsProcessor BatchUpdate "
     "MoveDirectionality RequestLogitsProcessor process_dict_updates"
 )
 _SHOWN = "engine.vllm_api.printing print_embeddings random_uuid"
@@ -74,7 +74,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         *(_SAMPLING, _BEAMS, _STRUCTURED),
         "engine.parameters.sampling_params StructuredOutputsParams GuidedDecodingParams RequestError",
     ),
-    "sequence": ("engine.outputs Logprob", "engine.delivery.request_times RequestTimes=RequestMetrics"),
+    "sequence": ("engine.outputs Logprob", "engine.outputs RequestTimes=RequestMetrics"),
     "utils": (_PARSER, _SHOWN, _NETWORK),
     "utils.argparse_utils": (_PARSER,),
     "utils.network_utils": (_NETWORK,),

@@ -100,7 +100,7 @@ def _serve(
 
 
 def _ready(llm: Any, lost_adapters: dict[str, str]) -> Ready:
-    from ostinato.engine.loading.default_sampling import preferred_sampling
+    from ostinato.engine.loading.defaults import preferred_sampling
 
     from .adapter_controls import adapter_list
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import numpy as np
 
 from ostinato.engine.adapters.lora_request import LoRARequest
-from ostinato.engine.adapters.version import AdapterVersion
+from ostinato.engine.adapters.slots import AdapterVersion
 from ostinato.engine.core import EngineCore
 from ostinato.engine.delivery.pooling import judged, pooled
 from ostinato.engine.outputs import Logprob

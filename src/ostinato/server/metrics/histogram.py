@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 
-from ostinato.engine.delivery.buckets import Buckets
+from ostinato.engine.delivery.request_counts import Buckets
 
 RECENT_SECONDS = 60.0
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ostinato.engine.parameters.bad_words import token_sequences
+from ostinato.engine.parameters.parameter_checks import token_sequences
 from ostinato.engine.parameters.sampling_params import RequestError, SamplingParams
 from ostinato.text.structured import StructuredOutputs
 

@@ -1,8 +1,10 @@
-"""Log-probabilities under the distribution that tokens are drawn from: `logprobs_mode="processed_logprobs"`.
+"""Log-probabilities: of sampled tokens from sampling graphs, and of whole prompts.
 
-It is the model's own after bias, bans, penalties, masks, callers' functions, temperature and filters. For
-requests that change none of it, the sampling graphs return these log-probabilities; for the others they are
-computed here, in plain torch after the graph that drew, a few rows at a time.
+With `logprobs_mode="processed_logprobs"` they are those of the distribution that tokens are drawn from: the
+model's own after bias, bans, penalties, masks, callers' functions, temperature and filters. For requests that
+change none of it, the sampling graphs return these log-probabilities; for the others they are computed here,
+in plain torch after the graph that drew, a few rows at a time. Those of prompts are computed eagerly, because
+they are rarely requested.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch import Tensor
 from ostinato.kernels.constants import GREEDY_BELOW
 from ostinato.kernels.sampling import filters, torch_reference
 from ostinato.kernels.sampling.asked import Asked
+from ostinato.models.transformer import Transformer
 
+from ..outputs import Logprob
 from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray
 from ..stepping.token_return import BesideLines
@@ -111,3 +115,43 @@ def _on_the_way(found: Tensor) -> Tensor:
         return found
     there = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
     return there.copy_(found, non_blocking=True)
+
+
+_PIECE = 256
+"""Tokens whose logits are held at the same time."""
+_PIECE_OF_ALL = 16
+"""The same when all of them are sorted."""
+
+
+@torch.no_grad()
+def prompt_logprobs_of(
+    model: Transformer, hidden: torch.Tensor, prompt_ids: IntArray, start: int, top_n: int
+) -> list[dict[int, Logprob]]:
+    """Log-probabilities of the prompt tokens after `hidden` [t, H], states of positions from `start` on.
+
+    `top_n`: -1 for the whole vocabulary.
+    """
+    ids = prompt_ids[start + 1 : start + 1 + len(hidden)]
+    targets = torch.tensor(ids, dtype=torch.int64, device=hidden.device)
+    found: list[dict[int, Logprob]] = []
+    vocab = model.config.vocab_size
+    count = vocab if top_n < 0 else min(top_n, vocab)
+    piece = _PIECE if count < 1000 else _PIECE_OF_ALL
+    for begin in range(0, len(targets), piece):
+        wanted = targets[begin : begin + piece]
+        logits = model.logits(hidden[begin : begin + len(wanted)])
+        of = torch_reference.token_logprobs(logits, wanted, count)
+        rows = zip(
+            wanted.tolist(),
+            of.chosen.tolist(),
+            of.rank.tolist(),
+            of.top_tokens.tolist(),
+            of.top.tolist(),
+            strict=True,
+        )
+        for token, value, rank, top_tokens, top in rows:
+            entry = {token: Logprob(value, rank)}
+            for place, (other, other_value) in enumerate(zip(top_tokens, top, strict=True), start=1):
+                entry.setdefault(other, Logprob(other_value, place))
+            found.append(entry)
+    return found
