@@ -29,11 +29,12 @@ def sleepy(model: Path) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="session")
 def impatient(model: Path) -> Iterator[ServerProcess]:
     """One server that waits neither for grammars nor for trainers for long; logprobs are those that TRL asks
-    for, and weights are for who has the key `secret`."""
+    for, and weights are for who has the key `secret`. It reads special tokens wherever they stand."""
     grammars = ("--grammar-compile-seconds", "1.5", "--grammar-mask-seconds", "0.5")
     trainers = ("--weight-transfer-timeout", "4", "--admin-key", "secret")
     logprobs = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
-    with ServerProcess(model, *grammars, *trainers, *logprobs) as server:
+    special = ("--content-special-tokens", "parse")
+    with ServerProcess(model, *grammars, *trainers, *logprobs, *special) as server:
         yield server
 
 

@@ -37,6 +37,9 @@ class ServerConfig:
     """The model's name in the API; default: the model name or path exactly as given."""
     chat_template: str | None = None
     """Chat template, as a file or as the template's text; default: the model's own."""
+    content_special_tokens: str = "text"
+    """How special tokens in what clients write into a conversation are read: text, so that nobody can begin
+    another message inside of one; or parse, as if the chat template had written them."""
     trust_request_chat_template: bool = False
     """Accept chat templates from clients. They run in a sandbox, but can keep a thread busy."""
     api_key: Sequence[str] = ()
@@ -123,6 +126,8 @@ class ServerConfig:
             raise ConfigError(f"stream_interval must be at least 1, not {self.stream_interval}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"max_prompt_tokens must be at least 1, not {self.max_prompt_tokens}")
+        if (given := self.content_special_tokens) not in ("text", "parse"):
+            raise ConfigError(f"unknown content_special_tokens {given!r}: use text or parse")
         if (given := self.per_request_spec_decode_metrics) not in ("none", "summary", "detailed"):
             raise ConfigError(
                 f"unknown per_request_spec_decode_metrics {given!r}: use none, summary or detailed"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .chat_template import ChatTemplate
+from .content_tokens import ContentTokens
 from .detokenizer import Detokenizer
 from .errors import TokenizerError
 from .json_file import read_json
@@ -84,6 +85,11 @@ class Tokenizer:
         )
 
     @cached_property
+    def content_tokens(self) -> ContentTokens:
+        """Reads special tokens in clients' texts as text."""
+        return ContentTokens(self.backend)
+
+    @cached_property
     def bytes_per_token(self) -> TokenBytes:
         """The bytes of every token id, from which text is streamed."""
         decoder = self.backend.decoder
@@ -151,6 +157,10 @@ class Tokenizer:
                 )
             return chosen.render_open(messages, tools=tools, **variables)
         return chosen.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def template_source(self, tools: object = None) -> str:
+        """The source of the chat template for a conversation with these tools, or without any."""
+        return self._template(None, tools).source
 
     def _shows_tools(self, template: ChatTemplate) -> bool:
         return template is self._templates.get("tool_use") or template.uses("tools")

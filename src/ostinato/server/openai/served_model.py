@@ -53,6 +53,7 @@ class ServedModel:
         directory = Path(ready.tokenizer_directory)
         kind = TOOL_CALL_PARSERS[config.tool_call_parser]
         self.tool_call_kind = kind_of_model(directory) if kind == "auto" else kind
+        self._special_tokens_are_text = config.content_special_tokens == "text"
         self._trusts_templates = config.trust_request_chat_template
         given = config.chat_template
         template = chat_template_of(directory) if given is None else template_source(given)
@@ -203,6 +204,7 @@ class ServedModel:
             given,
             continues,
             template,
+            self._special_tokens_are_text,
         )
         limit = self._limit(1) if is_prompt else None
         return await self._ids(TextWork(conversation, False, limit, "messages"))

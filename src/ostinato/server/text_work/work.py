@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ostinato.text.content_tokens import ClientTexts
 from ostinato.text.errors import TokenizerError
 from ostinato.text.tokenizer import Tokenizer
 
@@ -34,6 +35,8 @@ class Conversation(msgspec.Struct, frozen=True):
     """Whether what follows belongs to the last message, which is not at its end."""
     template: str | None = None
     """A client's, instead of the model's."""
+    special_tokens_are_text: bool = False
+    """Special tokens in what the client wrote are text."""
 
 
 class TextLimit(msgspec.Struct, frozen=True):
@@ -59,6 +62,8 @@ class TextWork(msgspec.Struct, frozen=True):
 def do_text_work(work: TextWork, tokenizer: Tokenizer) -> list[int]:
     """The token ids."""
     given = work.given
+    if isinstance(given, Conversation) and given.template is not None:
+        tokenizer = tokenizer.with_chat_template(given.template)
     text = given if isinstance(given, str) else _rendered(given, tokenizer)
     check_length(text, work.limit, work.name)
     both = text if work.other is None else (text, work.other)
@@ -68,7 +73,22 @@ def do_text_work(work: TextWork, tokenizer: Tokenizer) -> list[int]:
         message = f"{work.name} has {len(encoding):,} tokens, at most {MOST_TOKENS:,} are told"
         raise TextRefused(message, "context_length_exceeded")
     ids: list[int] = encoding.ids
+    if isinstance(given, Conversation) and given.special_tokens_are_text:
+        return _with_special_tokens_as_text(given, text, ids, tokenizer)
     return ids
+
+
+def _with_special_tokens_as_text(
+    given: Conversation, text: str, ids: list[int], tokenizer: Tokenizer
+) -> list[int]:
+    texts = ClientTexts(given.messages, given.tools, given.variables)
+    try:
+        template = tokenizer.template_source(given.tools)
+        return tokenizer.content_tokens.ids(
+            text, ids, texts, lambda changed: _written(given, changed, tokenizer), template
+        )
+    except TokenizerError as error:
+        raise TextRefused(str(error), "special_token_in_text") from error
 
 
 def check_length(text: str, limit: TextLimit | None, name: str) -> None:
@@ -88,17 +108,9 @@ def check_length(text: str, limit: TextLimit | None, name: str) -> None:
 
 
 def _rendered(given: Conversation, tokenizer: Tokenizer) -> str:
-    field = None
-    if given.template is not None:
-        tokenizer, field = tokenizer.with_chat_template(given.template), "chat_template"
+    field = None if given.template is None else "chat_template"
     try:
-        text = tokenizer.apply_chat_template(
-            given.messages,
-            tools=given.tools,
-            add_generation_prompt=given.add_generation_prompt,
-            continue_final_message=given.continues,
-            **given.variables,
-        )
+        text = _written(given, ClientTexts(given.messages, given.tools, given.variables), tokenizer)
         text.encode()
     except UnicodeEncodeError as error:
         raise TextRefused(f"the text is not valid Unicode: {error.reason}", field=field) from error
@@ -107,3 +119,13 @@ def _rendered(given: Conversation, tokenizer: Tokenizer) -> str:
             field = "continue_final_message"
         raise TextRefused(str(error), field=field) from error
     return text
+
+
+def _written(given: Conversation, texts: ClientTexts, tokenizer: Tokenizer) -> str:
+    return tokenizer.apply_chat_template(
+        texts.messages,
+        tools=texts.tools,
+        add_generation_prompt=given.add_generation_prompt,
+        continue_final_message=given.continues,
+        **texts.variables,
+    )
