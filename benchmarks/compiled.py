@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ostinato.kernels.linear.choice import using
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.tables import Choice, KernelTable
 from ostinato.kernels.linear.tiles import Library
 from ostinato.models.transformer import Transformer
 from ostinato.models.weights import load_model

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.lora import NO_ADAPTER, Adapted, Adapters, LowRank, Rows, Stack
-from ostinato.kernels.lora.deltas import Operands, Shrunk
+from ostinato.kernels.lora.low_rank import Operands, Shrunk
 from ostinato.models.layer import Layer
 from ostinato.models.layers import Linear
 from ostinato.models.weights import load_model

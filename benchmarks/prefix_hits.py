@@ -33,7 +33,7 @@ import torch
 from ostinato import LLM, SamplingParams
 from ostinato.engine.stepping.planned_graphs import PlannedGraphs
 from ostinato.kernels.attention import PAGE_SIZE, AttentionBatch, HeadPreparation, get_backend
-from ostinato.kernels.attention.query_tiles import Chunks, Queries, QueryTile
+from ostinato.kernels.attention.choice import Chunks, Queries, QueryTile
 from ostinato.kernels.gpu import Gpu
 from ostinato.models.config import ModelConfig
 from ostinato.tools.layer_step import graph_us

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ostinato.kernels.linear.cuda_prompt import launch_prompt, prompt_kernel
-from ostinato.kernels.rows import silu_mul
+from ostinato.kernels.norms.rows import silu_mul
 from ostinato.tools.machine import machine
 
 SHAPES = {

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.request_rows import begin_decode
+from ostinato.kernels.decode_inputs.request_rows import begin_decode
 from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 from ostinato.kernels.sampling.token_lines import TokenLines
-from ostinato.kernels.speculation.acceptance import accept, verified_line
 from ostinato.kernels.speculation.state import SpecState
-from ostinato.kernels.speculation.verification import begin_verify
+from ostinato.kernels.speculation.verification import accept, begin_verify, verified_line
 from ostinato.models.transformer import Transformer
 from ostinato.models.weights import load_model
 from ostinato.tools.layer_step import LayerStep, graph_us

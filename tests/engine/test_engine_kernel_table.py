@@ -20,8 +20,7 @@ from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import H200, Gpu
 from ostinato.kernels.linear import choice
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
-from ostinato.kernels.linear.table_file import save_table
+from ostinato.kernels.linear.tables import Choice, KernelTable, save_table
 from ostinato.kernels.linear.tiles import Library, MatrixShape, SkinnyTile, StreamedTile
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Transformer
@@ -118,7 +117,10 @@ def test_what_does_not_run_on_a_gpu_is_told_with_the_reason(caplog, tmp_path):
     with caplog.at_level(logging.WARNING):
         use_table_of_user(str(tmp_path / "asked.json"), GPU)
     assert "kernels in CUDA C++ do not run here" in caplog.text
-    assert "on sm89-142 cuBLAS runs what no table has (`ostinato tune` makes one)" in caplog.text
+    for operation in ("linear", "attention.decode", "attention.prompt", "lora"):
+        [told] = [line for line in caplog.messages if line.startswith(f"{operation} (plain)")]
+        assert "sm90-132, not on sm89-142" in told
+        assert ("`ostinato tune`" in told) is (operation == "linear")
     assert "1 of 2 choices of the table do not run on sm89-142" in caplog.text
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.linear import few_tokens
+from ostinato.kernels.linear.cuda_few_tokens import FusedLayer
 from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile
 
 CudaTile = CudaGemvTile | FragmentsTile | StreamedTile
@@ -46,7 +47,8 @@ def check_layer(
         x = random(num_tokens, width, scale=3.0)
         old = random(num_tokens, shape.out_features) if residual else None
         out = torch.full((num_tokens + 1, shape.out_features), 7.0, device="cuda", dtype=dtype)
-        launch(x, weight, shift, norm_weight, 1e-5, old, out[:num_tokens], tile)
+        layer = FusedLayer(x, weight, shift, norm_weight, 1e-5, shape.gated, old, dtype)
+        launch(layer, out[:num_tokens], tile)
         wide = [None if t is None else t.double() for t in (x, weight, shift, norm_weight, old)]
         reference = few_tokens.reference(
             wide[0], wide[1], wide[2], norm_weight=wide[3], eps=1e-5, gated=shape.gated, residual=wide[4]
@@ -67,7 +69,7 @@ def check_chain_in_a_graph(launch: Launch, tile: CudaTile, num_tokens: int) -> N
         y = x
         for weight in weights:
             out = torch.empty_like(y)
-            launch(y, weight, None, norm_weight, 1e-5, y, out, tile)
+            launch(FusedLayer(y, weight, None, norm_weight, 1e-5, False, y, y.dtype), out, tile)
             y = out
         return y
 

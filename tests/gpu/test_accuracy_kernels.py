@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.paged_cases import Case, make_case
-from ostinato.kernels import rows
 from ostinato.kernels.attention import PAGE_SIZE, HeadPreparation, get_backend
 from ostinato.kernels.linear import few_tokens, products
 from ostinato.kernels.linear.weight import Weight
+from ostinato.kernels.norms import rows
 
 RATIO = 1.5
 """Our error over that of plain torch, at most."""

@@ -21,7 +21,7 @@ from ostinato import LLM, SamplingParams
 from ostinato.graphs import CaptureOptions, capture_block, graphed
 from ostinato.kernels.sampling import asking_rows
 from ostinato.kernels.sampling.token_lines import LINE_HEAD
-from ostinato.kernels.speculation.asking import tokens_of_asking
+from ostinato.kernels.speculation.verification import tokens_of_asking
 
 VOCAB = 151_936
 KINDS = ("flat", "spread", "peaked", "ties", "masked")

@@ -2,8 +2,9 @@
 
 import torch
 
-from ostinato.kernels import request_rows, rows
-from ostinato.kernels.compile_ahead import compiling_only
+from ostinato.kernels.compiling.compile_ahead import compiling_only
+from ostinato.kernels.decode_inputs import request_rows
+from ostinato.kernels.norms import rows
 
 
 def test_nothing_runs_while_kernels_are_only_compiled_but_indices_are_right(device: torch.device) -> None:

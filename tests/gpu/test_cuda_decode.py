@@ -7,7 +7,7 @@ import torch
 
 from kernels import fused_checks
 from kernels.paged_cases import Case, make_case
-from ostinato.kernels.attention import HeadPreparation, cuda_decode, decode_tiles, gpu_ops, triton_decode
+from ostinato.kernels.attention import HeadPreparation, choice, cuda_decode, gpu_ops, triton_decode
 from ostinato.kernels.cuda import compiled
 
 # (query heads, KV heads, head size)
@@ -156,4 +156,4 @@ def test_what_it_does_not_serve(device):
     assert not serves(heads=(34, 2, 64))
     assert not serves(heads=(4, 2, 72))
     assert not serves(heads=(4, 2, 256))
-    assert not serves(num_tokens=decode_tiles.CUDA_MAX_TOKENS[-1] + 1)
+    assert not serves(num_tokens=choice.CUDA_MAX_TOKENS[-1] + 1)

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from gpu.linear_layer_checks import check_chain_in_a_graph, check_layer, random
 from ostinato.kernels.cuda import compiled
-from ostinato.kernels.linear.cuda_gemv import launch_gemv
+from ostinato.kernels.linear.cuda_few_tokens import FusedLayer, launch_gemv
 from ostinato.kernels.linear.tiles import CudaGemvTile, MatrixShape
 
 pytestmark = pytest.mark.skipif(
@@ -46,7 +46,7 @@ def test_the_same_token_gives_the_same_bits_every_time():
     x = random(1, shape.in_features)
     out = torch.empty(20, 1, shape.out_features, device="cuda", dtype=torch.bfloat16)
     for row in out:
-        launch_gemv(x, weight, None, norm_weight, 1e-5, None, row, tile)
+        launch_gemv(FusedLayer(x, weight, None, norm_weight, 1e-5, False, None, row.dtype), row, tile)
     assert (out == out[0]).all()
 
 

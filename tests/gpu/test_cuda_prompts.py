@@ -39,9 +39,8 @@ def case_of(device, requests, heads, dtype=torch.bfloat16, seed=0) -> Case:
 
 def attended(case: Case, caches, window=None):
     batch = case.batch
-    requests = (batch.page_table, batch.req_rows, batch.seq_lens, batch.query_starts, batch.query_lens)
     assert cuda_queries.serves(case.q, caches[0], batch.req_rows.size(0))
-    return cuda_queries.attend_queries(case.q, *caches, *requests, case.scale, window or 0)
+    return cuda_queries.attend_queries(case.q, batch.paged(*caches), batch.requests, case.scale, window or 0)
 
 
 @pytest.mark.parametrize("window", [None, 3, 300])

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from gpu.linear_layer_checks import check_chain_in_a_graph, check_layer, random
 from ostinato.kernels.cuda import compiled
-from ostinato.kernels.linear.cuda_fragments import launch_fragments
+from ostinato.kernels.linear.cuda_few_tokens import FusedLayer, launch_few_tokens
 from ostinato.kernels.linear.tiles import FragmentsTile, MatrixShape
 
 pytestmark = pytest.mark.skipif(
@@ -35,7 +35,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_form_matches_float64(shape, tile, norm, bias, residual, dtype):
     form = {"norm": norm, "bias": bias, "residual": residual, "dtype": dtype}
-    check_layer(launch_fragments, shape, tile, TOKENS, **form, most_error=6e-3)
+    check_layer(launch_few_tokens, shape, tile, TOKENS, **form, most_error=6e-3)
 
 
 def test_equal_tokens_give_equal_bits_wherever_they_are():
@@ -44,12 +44,12 @@ def test_equal_tokens_give_equal_bits_wherever_they_are():
     weight, norm_weight = random(shape.out_features, shape.in_features), random(shape.in_features)
     x = random(1, shape.in_features).expand(16, -1).contiguous()
     out = torch.empty(16, shape.out_features, device="cuda", dtype=torch.bfloat16)
-    launch_fragments(x, weight, None, norm_weight, 1e-5, None, out, tile)
+    launch_few_tokens(FusedLayer(x, weight, None, norm_weight, 1e-5, False, None, out.dtype), out, tile)
     assert (out == out[0]).all()
 
 
 def test_a_chain_in_a_graph_sees_each_kernels_result():
-    check_chain_in_a_graph(launch_fragments, FragmentsTile(32, 2, 8, 2, 128), num_tokens=5)
+    check_chain_in_a_graph(launch_few_tokens, FragmentsTile(32, 2, 8, 2, 128), num_tokens=5)
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import torch
 
 from kernels import fused_checks
 from ostinato.graphs import CaptureOptions, graphed
-from ostinato.kernels import rows
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu, gpu_of
 from ostinato.kernels.linear import choice, products
@@ -20,6 +19,7 @@ from ostinato.kernels.linear.tiles import (
     WideTile,
 )
 from ostinato.kernels.linear.weight import Weight
+from ostinato.kernels.norms import rows
 
 # (query heads, KV heads, head size), as in Qwen3-0.6B, Llama-3.2-1B, Qwen2-0.5B, Phi-2, Phi-3-mini.
 QWEN3, LLAMA, QWEN2, PHI2, PHI3 = (16, 8, 128), (32, 8, 64), (14, 2, 64), (32, 32, 80), (32, 32, 96)

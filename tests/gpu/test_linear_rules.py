@@ -11,8 +11,8 @@ from kernels import fused_checks
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.linear import choice
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.rules import HOPPER, tile_by_rule
+from ostinato.kernels.linear.tables import Choice, KernelTable
 from ostinato.kernels.linear.tiles import FUSED, UNFUSED, Library, MatrixShape
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Transformer

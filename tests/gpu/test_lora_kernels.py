@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kernels.lora_checks import random_slots, random_stack, wanted_delta
-from ostinato.kernels.linear import few_tokens, products, scaled_rows, triton_linear
+from ostinato.kernels.linear import few_tokens, products, scaled_rows, triton_skinny
 from ostinato.kernels.linear.tiles import FUSED, WideTile
 from ostinato.kernels.linear.weight import Weight, tile_for
 from ostinato.kernels.lora import Adapted, Rows, Stack
-from ostinato.kernels.rows import add_rms_norm, rms_norm
+from ostinato.kernels.norms.rows import add_rms_norm, rms_norm
 
 SMALL, TOKENS = 1024, (1, 2, 8, 9, 16, 17, 32, 48, 64, 65, 128, 200, 600)
 LAYERS = {
@@ -78,7 +78,7 @@ class Layer(NamedTuple):
 @pytest.fixture(params=["columns", "one after the other"])
 def slots_of_gated_products(request, monkeypatch):
     if request.param != "columns":
-        monkeypatch.setattr(triton_linear, "MOST_SLOTS_AS_COLUMNS", 0)
+        monkeypatch.setattr(triton_skinny, "MOST_SLOTS_AS_COLUMNS", 0)
 
 
 @pytest.mark.usefixtures("slots_of_gated_products")

@@ -11,10 +11,10 @@ from gpu.linear_layer_checks import random
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.linear import choice, products
 from ostinato.kernels.linear.cuda_prompt import launch_prompt
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.tables import Choice, KernelTable
 from ostinato.kernels.linear.tiles import Library, MatrixShape, PromptTile
 from ostinato.kernels.linear.weight import Weight
-from ostinato.kernels.rows import silu_mul
+from ostinato.kernels.norms.rows import silu_mul
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not compiled.has_warpgroup_products(torch.device("cuda", 0)),

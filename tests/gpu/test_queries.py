@@ -9,7 +9,7 @@ import torch
 from kernels import fused_checks
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
 from ostinato.kernels.attention import cuda_queries, get_backend, triton_queries
-from ostinato.kernels.attention.query_tiles import Queries
+from ostinato.kernels.attention.choice import Queries
 from ostinato.kernels.gpu import gpu_of
 from ostinato.tools.layer_step import graph_us
 

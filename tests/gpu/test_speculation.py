@@ -7,9 +7,9 @@ import torch
 
 from kernels import fused_checks
 from kernels import speculation_checks as checks
-from ostinato.kernels import request_rows
 from ostinato.kernels.attention import cuda_decode, gpu_ops
 from ostinato.kernels.cuda import compiled
+from ostinato.kernels.decode_inputs import request_rows
 
 LLAMA, QWEN3 = (32, 8, 128), (16, 8, 128)
 CONTEXTS = [5, 16, 17, 20, 31, 33, 255, 260, 272, 1000, 2049, 4100]

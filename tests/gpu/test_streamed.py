@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from gpu.linear_layer_checks import check_chain_in_a_graph, check_layer, random
 from ostinato.kernels.cuda import compiled
-from ostinato.kernels.linear.cuda_streamed import launch_streamed
+from ostinato.kernels.linear.cuda_few_tokens import FusedLayer, launch_few_tokens
 from ostinato.kernels.linear.tiles import MatrixShape, StreamedTile
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_form_matches_float64(shape, tile, norm, bias, residual, dtype):
     form = {"norm": norm, "bias": bias, "residual": residual, "dtype": dtype}
-    check_layer(launch_streamed, shape, tile, TOKENS, **form, most_error=6e-3)
+    check_layer(launch_few_tokens, shape, tile, TOKENS, **form, most_error=6e-3)
 
 
 def test_equal_tokens_give_equal_bits_wherever_they_are():
@@ -46,9 +46,11 @@ def test_equal_tokens_give_equal_bits_wherever_they_are():
     x = random(1, shape.in_features).expand(16, -1).contiguous()
     out = torch.empty(20, 16, shape.out_features, device="cuda", dtype=torch.bfloat16)
     for result in out:
-        launch_streamed(x, weight, None, norm_weight, 1e-5, None, result, tile)
+        launch_few_tokens(
+            FusedLayer(x, weight, None, norm_weight, 1e-5, False, None, result.dtype), result, tile
+        )
     assert (out == out[0, 0]).all()
 
 
 def test_a_chain_in_a_graph_sees_each_kernels_result():
-    check_chain_in_a_graph(launch_streamed, StreamedTile(64, 4, 1, 64, 3, 4, 96), num_tokens=5)
+    check_chain_in_a_graph(launch_few_tokens, StreamedTile(64, 4, 1, 64, 3, 4, 96), num_tokens=5)

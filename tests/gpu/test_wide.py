@@ -10,9 +10,9 @@ from gpu.linear_layer_checks import error, random
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.linear import choice, few_tokens, scaled_rows
 from ostinato.kernels.linear.cuda_wide import launch_wide
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.tables import Choice, KernelTable
 from ostinato.kernels.linear.tiles import Library, MatrixShape, WideTile
-from ostinato.kernels.squares import room_for_scaled
+from ostinato.kernels.norms import empty_scaled
 from ostinato.models.config import ModelConfig
 from ostinato.models.transformer import Transformer
 from ostinato.models.weights import fill_with_random_weights
@@ -91,7 +91,7 @@ def test_a_norm_may_be_left_half_done(shape, tile):
             continue
         rows = random(num_tokens, shape.out_features)
         exact = few_tokens.reference(x.double(), weight.double(), residual=rows.double())
-        scaled, squares = (torch.full_like(t, float("nan")) for t in room_for_scaled(rows))
+        scaled, squares = (torch.full_like(t, float("nan")) for t in empty_scaled(rows))
         launch_wide(x, weight, None, rows, tile, norm_weight=behind, scaled=scaled, new_squares=squares)
         assert error(rows, exact) < 6e-3, num_tokens
         assert error(scaled, rows.double() * behind.double()) < 6e-3

@@ -12,7 +12,7 @@ from kernels.small_kernel_checks import PlainCase
 from ostinato.kernels.sampling import asking_rows
 from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, LogprobLines, TokenLines
-from ostinato.kernels.speculation import asking
+from ostinato.kernels.speculation import verification
 
 MOST_TOP = 5
 
@@ -178,8 +178,8 @@ def check_tokens(case: AskingCase) -> None:
     on_cpu = case.to("cpu")
     returned = on_cpu.sampled(by_kernels=False).line[LINE_HEAD:][on_cpu.places.long()]
     wanted = torch.where(on_cpu.rows != 0, returned, 0).tolist()
-    assert asking._by_kernels(*case.operands()).tolist() == wanted
-    assert asking.tokens_of_asking(*on_cpu.operands()).tolist() == wanted
+    assert verification._by_kernels(*case.operands()).tolist() == wanted
+    assert verification.tokens_of_asking(*on_cpu.operands()).tolist() == wanted
 
 
 def check_alone(case: AskingCase) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from kernels import fused_checks, unchanged
 from kernels.paged_cases import make_case
-from ostinato.kernels.attention import decode_tiles, gpu_ops, triton_decode
+from ostinato.kernels.attention import choice, gpu_ops, triton_decode
 from ostinato.kernels.gpu import H200
 
 CASES = (
@@ -64,7 +64,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     # A few splits show what many do.
     with (
-        patch.object(decode_tiles, "_PROGRAMS_WANTED", 60),
+        patch.object(choice, "_PROGRAMS_WANTED", 60),
         patch.object(triton_decode, "gpu_of", lambda _: H200._replace(multiprocessors=6)),
     ):
         is_all = sys.argv[1] == "all"

@@ -11,20 +11,14 @@ from torch import Tensor
 from kernels import fused_checks
 from kernels.cuda_emulator.emulated import Emulator
 from ostinato.kernels.attention import cuda_decode
-from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
+from ostinato.kernels.attention.choice import CudaDecodeTile
 from ostinato.kernels.gpu import Gpu
-from ostinato.kernels.linear import (
-    cuda_fragments,
-    cuda_gemv,
-    cuda_streamed,
-    cuda_wide,
-    few_tokens,
-    scaled_rows,
-)
+from ostinato.kernels.linear import cuda_few_tokens, cuda_wide, few_tokens, scaled_rows
+from ostinato.kernels.linear.cuda_few_tokens import FusedLayer
 from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile, WideTile
 from ostinato.kernels.lora import Rows
-from ostinato.kernels.lora.deltas import Operands, Shrunk
-from ostinato.kernels.squares import room_for_scaled
+from ostinato.kernels.lora.low_rank import Operands, Shrunk
+from ostinato.kernels.norms import empty_scaled
 
 CPU = torch.device("cpu")
 H200_MULTIPROCESSORS = 132
@@ -55,34 +49,34 @@ class Form:
     dtype: torch.dtype = torch.bfloat16
 
 
-def emulated_fragments(emulator: Emulator) -> AbstractContextManager[object]:
-    """Inside, `launch_fragments` runs in the emulator."""
-    return patch.object(cuda_fragments, "cuda_kernel", emulator.kernel)
+def emulated_few_tokens(emulator: Emulator) -> AbstractContextManager[object]:
+    """Inside, the kernels of few tokens run in the emulator."""
+    return patch.object(cuda_few_tokens, "cuda_kernel", emulator.kernel)
 
 
 def check_fragments(
     emulator: Emulator, shape: MatrixShape, tile: FragmentsTile, form: Form, num_tokens: int
 ) -> None:
-    """A layer by `fragments.cu`."""
+    """A layer by `few_tokens.cu`, its weights resident."""
     assert tile.fits(shape)
-    with emulated_fragments(emulator):
-        _check_layer(cuda_fragments.launch_fragments, shape, tile, form, num_tokens, random_shrunk)
+    with emulated_few_tokens(emulator):
+        _check_layer(cuda_few_tokens.launch_few_tokens, shape, tile, form, num_tokens, random_shrunk)
 
 
 def check_gemv(emulator: Emulator, shape: MatrixShape, tile: CudaGemvTile, form: Form) -> None:
     """A layer by `gemv.cu`."""
     assert tile.fits(shape)
-    with patch.object(cuda_gemv, "cuda_kernel", emulator.kernel):
-        _check_layer(cuda_gemv.launch_gemv, shape, tile, form, num_tokens=1)
+    with patch.object(cuda_few_tokens, "cuda_kernel", emulator.kernel):
+        _check_layer(cuda_few_tokens.launch_gemv, shape, tile, form, num_tokens=1)
 
 
 def check_streamed(
     emulator: Emulator, shape: MatrixShape, tile: StreamedTile, form: Form, num_tokens: int
 ) -> None:
-    """A layer by `streamed.cu`."""
+    """A layer by `few_tokens.cu`, its weights streamed."""
     assert tile.fits(shape)
-    with patch.object(cuda_streamed, "cuda_kernel", emulator.kernel):
-        _check_layer(cuda_streamed.launch_streamed, shape, tile, form, num_tokens, random_shrunk)
+    with patch.object(cuda_few_tokens, "cuda_kernel", emulator.kernel):
+        _check_layer(cuda_few_tokens.launch_few_tokens, shape, tile, form, num_tokens, random_shrunk)
 
 
 def check_wide(emulator: Emulator, shape: MatrixShape, tile: WideTile, form: Form, num_tokens: int) -> None:
@@ -125,7 +119,7 @@ def check_scaled(
             return
         rows = random_bf16(num_tokens, shape.out_features)
         sums = rows.clone()
-        scaled, squares = (torch.full_like(tensor, float("nan")) for tensor in room_for_scaled(rows))
+        scaled, squares = (torch.full_like(tensor, float("nan")) for tensor in empty_scaled(rows))
         launch(x, weight, biases, sums, tile, norm_weight=behind, scaled=scaled, new_squares=squares, **more)
     operands = (x.double(), weight.double(), exact_bias)
     wanted = rows.double() + _with_added(*operands, added.double() if adapted else None)
@@ -134,18 +128,9 @@ def check_scaled(
     torch.testing.assert_close(squares, scaled_rows.scale(sums, behind).squares)
 
 
-def _launch_wide(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: None,
-    eps: float,
-    residual: None,
-    *rest: object,
-) -> None:
-    assert norm is residual is None
-    *rest, shrunk = rest
-    cuda_wide.launch_wide(x, weight, bias, *rest, shrunk=shrunk)
+def _launch_wide(layer: FusedLayer, out: Tensor, tile: WideTile, shrunk: Shrunk | None) -> None:
+    assert layer.norm_weight is layer.residual is None
+    cuda_wide.launch_wide(layer.x, layer.weight, layer.bias, out, tile, shrunk=shrunk)
 
 
 def _with_added(
@@ -227,10 +212,8 @@ def _check_layer(
     out = torch.full((num_tokens + 1, shape.out_features), 7.0, dtype=form.dtype)
     out[:num_tokens] = float("nan")
     given, added = random_added(num_tokens, weight.size(0))
-    launch(
-        *(x, weight, bias, norm_weight, 1e-5, residual, out[:num_tokens], tile),
-        given if form.adapted else None,
-    )
+    layer = FusedLayer(x, weight, bias, norm_weight, 1e-5, shape.gated, residual, form.dtype)
+    launch(layer, out[:num_tokens], tile, given if form.adapted else None)
     x, weight, bias, norm_weight, residual = (
         None if tensor is None else tensor.double() for tensor in (x, weight, bias, norm_weight, residual)
     )

@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
-from ostinato.kernels import triton_rows
 from ostinato.kernels.attention import AttentionBatch, HeadPreparation, gpu_ops, torch_reference
-from ostinato.kernels.linear import few_tokens, triton_linear
+from ostinato.kernels.linear import few_tokens
+from ostinato.kernels.linear import ops as linear_ops
+from ostinato.kernels.linear.cuda_few_tokens import FusedLayer
 from ostinato.kernels.linear.tiles import SkinnyTile, Tile, WideTile
+from ostinato.kernels.norms import triton_rows
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Absolute and relative, for values of order one."""
@@ -84,9 +86,9 @@ def check_projection(
     biases = _random(weight.size(0), **options, seed=4) if bias else None
     rest = _random(num_tokens, out_features, **options, seed=5) if residual else None
     operands = (x, weight, biases, norm_weight, 1e-5, gated, rest)
-    with patch.object(triton_linear, "choose_for", lambda *_: tile):
-        out = triton_linear.project_few_tokens(*operands, torch.float32)
-        rounded = triton_linear.project_few_tokens(*operands, dtype)
+    with patch.object(linear_ops, "choose_for", lambda *_: tile):
+        out = linear_ops.project_few_tokens(FusedLayer(*operands, torch.float32))
+        rounded = linear_ops.project_few_tokens(FusedLayer(*operands, dtype))
     wanted = few_tokens.reference(
         *(None if t is None else t.double() for t in (x, weight, biases)),
         norm_weight=None if norm_weight is None else norm_weight.double(),
@@ -116,12 +118,12 @@ def check_product(
     weight = _random(out_features * (2 if gated else 1), in_features, **options, seed=2) * in_features**-0.5
     biases = _random(weight.size(0), **options, seed=4) if bias else None
     parts = tile.parts if isinstance(tile, SkinnyTile) else 1
-    with patch.object(triton_linear, "choose_for", lambda *_: tile):
-        out = triton_linear.multiply(x, weight, biases, gated, torch.float32)
-        rounded = triton_linear.multiply(x, weight, biases, gated, dtype)
+    with patch.object(linear_ops, "choose_for", lambda *_: tile):
+        out = linear_ops.multiply(x, weight, biases, gated, torch.float32)
+        rounded = linear_ops.multiply(x, weight, biases, gated, dtype)
         if not gated and not bias and parts == 1:
             into = torch.full_like(out, float("nan"))
-            triton_linear.multiply_into(x, weight, into)
+            linear_ops.multiply_into(x, weight, into)
             assert torch.equal(into, out)
     if parts > 1:
         assert out.shape == (parts, num_tokens, out_features)

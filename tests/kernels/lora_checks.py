@@ -5,10 +5,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ostinato.kernels.linear import few_tokens, triton_linear
+from ostinato.kernels.linear import few_tokens
+from ostinato.kernels.linear import ops as linear_ops
+from ostinato.kernels.linear.cuda_few_tokens import FusedLayer
 from ostinato.kernels.linear.tiles import UNFUSED, Tile
 from ostinato.kernels.lora import Adapted, LowRank, Rows, Stack, add
-from ostinato.kernels.lora.deltas import Operands
+from ostinato.kernels.lora.low_rank import Operands
 
 Device = torch.device | str
 
@@ -139,17 +141,16 @@ def check_fused(
     for slots in ([0], [1], [3], [4], [-1]) if num_tokens == 1 else (several,):
         rows = Rows.in_blocks(torch.as_tensor(slots, dtype=torch.int32, device=device), stack.num_slots)
         adapted = Adapted(stack, rows)
-        with patch.object(triton_linear, "choose_for", lambda *_: tile):
+        with patch.object(linear_ops, "choose_for", lambda *_: tile):
             if isinstance(tile, UNFUSED):
                 assert gated
                 adapters = Operands.of(adapted)
-                found = triton_linear.multiply_and_gate_adapted(x, weight, biases, *adapters)
-                without = triton_linear.multiply(x, weight, biases, True, dtype)
+                found = linear_ops.multiply_and_gate_adapted(x, weight, biases, adapters)
+                without = linear_ops.multiply(x, weight, biases, True, dtype)
             else:
-                operands = (x, weight, biases, norm_weight, 1e-5, gated, rest)
-                adapters = Operands.of(adapted)
-                found = triton_linear.project_few_adapted_tokens(*operands, torch.float32, *adapters)
-                without = triton_linear.project_few_tokens(*operands, torch.float32)
+                layer = FusedLayer(x, weight, biases, norm_weight, 1e-5, gated, rest, torch.float32)
+                found = linear_ops.project_few_adapted_tokens(layer, Operands.of(adapted))
+                without = linear_ops.project_few_tokens(layer)
         wanted = few_tokens.reference(
             *(None if tensor is None else tensor.double() for tensor in (x, weight, biases)),
             norm_weight=None if norm_weight is None else norm_weight.double(),
@@ -184,8 +185,8 @@ def check_broken_slot(
     adapted = Adapted(stack, Rows.in_blocks(slots, num_slots))
 
     def run() -> Tensor:
-        with patch.object(triton_linear, "choose_for", lambda *_: tile):
-            return triton_linear.multiply_and_gate_adapted(x, weight, None, *Operands.of(adapted))
+        with patch.object(linear_ops, "choose_for", lambda *_: tile):
+            return linear_ops.multiply_and_gate_adapted(x, weight, None, Operands.of(adapted))
 
     before = run()
     assert before.isfinite().all()

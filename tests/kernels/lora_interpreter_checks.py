@@ -9,12 +9,13 @@ from unittest.mock import patch
 import torch
 
 from kernels import lora_checks, unchanged
-from ostinato.kernels import triton_rows
-from ostinato.kernels.linear import adapted_product, products, triton_linear
+from ostinato.kernels.linear import ops as linear_ops
+from ostinato.kernels.linear import products, triton_skinny
 from ostinato.kernels.linear.tiles import GemvTile, Library, SkinnyTile
 from ostinato.kernels.linear.weight import Weight
-from ostinato.kernels.lora import Adapted, Rows, division
-from ostinato.kernels.lora.deltas import Operands
+from ostinato.kernels.lora import Adapted, Rows, choice
+from ostinato.kernels.lora.low_rank import Operands
+from ostinato.kernels.norms import triton_rows
 
 ALL = sys.argv[1:] == ["all"]
 
@@ -40,7 +41,7 @@ def check_grouping() -> None:
         assert found == wanted, (num_tokens, num_slots)
         assert rows.blocks[3][rows.blocks[3] >= 0].tolist() == sorted(wanted)
         assert (rows.blocks[3, len(wanted) :] == -1).all(), "nothing behind the last"
-        assert all(0 < size <= division.tokens_together(num_tokens) for size in sizes)
+        assert all(0 < size <= choice.tokens_together(num_tokens) for size in sizes)
     for slots in (torch.full((33,), -1), torch.zeros(33), torch.arange(33)):
         rows = Rows.in_blocks(slots.int(), 40)
         assert (rows.blocks[0] >= 0).sum() == (0 if slots[0] < 0 else 5 if slots[1] == 0 else 33)
@@ -82,7 +83,7 @@ def check_products_that_lie_there() -> None:
     for is_library in (True, False):
         chosen = Library() if is_library else tile
         with patch.object(products, "tile_for", lambda *_, gated, chosen=chosen: chosen):
-            with patch.object(triton_linear, "choose_for", lambda *_: tile):
+            with patch.object(linear_ops, "choose_for", lambda *_: tile):
                 found = products.linear_in_parts(x, Weight(weight), None, adapted)
         assert found.dim() == (2 if is_library else 3)
         found = products.joined(found, torch.float32).double()
@@ -103,7 +104,7 @@ def check_deltas_that_a_norm_adds() -> None:
     for chosen in (Library(), tile):
         with (
             patch.object(products, "tile_for", lambda *_, gated, chosen=chosen: chosen),
-            patch.object(triton_linear, "choose_for", lambda *_: tile),
+            patch.object(linear_ops, "choose_for", lambda *_: tile),
         ):
             product, deltas = products.linear_beside_adapters(x, Weight(weight), None, adapted)
         assert product.dim() == (2 if chosen is not tile else 3)
@@ -144,8 +145,8 @@ def check_slots_of_gated_products() -> None:
     cases = [((30, 24, 64), turned, 11, 40), ((20, 16, 64), not_turned, 5, 16)]
     if ALL:
         cases += [((40, 40, 96), turned, 16, 16), ((90, 24, 64), turned, 75, 16)]
-    for most in (triton_linear.MOST_SLOTS_AS_COLUMNS, 0):
-        with patch.object(triton_linear, "MOST_SLOTS_AS_COLUMNS", most):
+    for most in (triton_skinny.MOST_SLOTS_AS_COLUMNS, 0):
+        with patch.object(triton_skinny, "MOST_SLOTS_AS_COLUMNS", most):
             for shape, tile, num_slots, max_rank in cases:
                 sizes = {"num_slots": num_slots, "max_rank": max_rank}
                 lora_checks.check_broken_slot("cpu", torch.float32, shape, tile, **sizes)
@@ -168,15 +169,15 @@ def check_declarations() -> None:
     torch.library.opcheck(ops.lora_expand.default, expanded, test_utils=tests)
     weight, one = torch.randn(24, 32), slots[:1]
     beside = (x, weight, None, True, *Operands.of(Adapted(stack, rows)))
-    torch.library.opcheck(adapted_product.multiply_adapted._dispatched, beside, test_utils=tests)
-    torch.library.opcheck(adapted_product.multiply_beside_adapters._dispatched, beside, test_utils=tests)
+    torch.library.opcheck(linear_ops.multiply_adapted._dispatched, beside, test_utils=tests)
+    torch.library.opcheck(linear_ops.multiply_beside_adapters._dispatched, beside, test_utils=tests)
     added = (torch.randn(3, 24), torch.randn(3, 24), torch.randn(24), 1e-5, torch.randn(3, 24), slots)
     torch.library.opcheck(ops.add_adapted_rms_norm.default, added, test_utils=tests)
-    with patch.object(triton_linear, "choose_for", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
+    with patch.object(linear_ops, "choose_for", lambda *_: SkinnyTile(16, 8, 16, 4, 2)):
         halves = lora_checks.random_stack("cpu", torch.float32, 32, (12, 12))
         gated = (x, weight, None, *Operands.of(Adapted(halves, rows)))
         torch.library.opcheck(ops.multiply_and_gate_adapted.default, gated, test_utils=tests)
-    with patch.object(triton_linear, "choose_for", lambda *_: GemvTile(8, 32, 4)):
+    with patch.object(linear_ops, "choose_for", lambda *_: GemvTile(8, 32, 4)):
         added = Operands.of(Adapted(stack, Rows.in_blocks(one, 5)))
         operands = (x[:1], weight, None, None, 1e-5, False, None, torch.float32, *added)
         torch.library.opcheck(ops.project_few_adapted_tokens.default, operands, test_utils=tests)

@@ -16,8 +16,8 @@ import torch
 
 from kernels import unchanged
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
-from ostinato.kernels.attention import get_backend, gpu_ops, query_tiles, triton_queries
-from ostinato.kernels.attention.query_tiles import Queries
+from ostinato.kernels.attention import choice, get_backend, gpu_ops, triton_queries
+from ostinato.kernels.attention.choice import Queries
 from ostinato.kernels.gpu import H200, Gpu
 
 TRITON = get_backend("triton", "cpu")
@@ -32,9 +32,9 @@ def division(keys: int, multiprocessors: int, parts: int = 64) -> Any:
     that would have more than so many parts at multiples of more."""
     gpu = H200._replace(multiprocessors=multiprocessors)
     with (
-        patch.object(query_tiles, "_LEAST_KEYS", keys),
-        patch.object(query_tiles, "_KEYS_PER_QUERY", 0),
-        patch.object(query_tiles, "_MOST_PARTS", parts),
+        patch.object(choice, "_LEAST_KEYS", keys),
+        patch.object(choice, "_KEYS_PER_QUERY", 0),
+        patch.object(choice, "_MOST_PARTS", parts),
         patch.object(triton_queries, "gpu_of", lambda _: gpu),
     ):
         yield

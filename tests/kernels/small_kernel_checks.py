@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.kernels import request_rows, triton_request_rows
+from ostinato.kernels.decode_inputs import request_rows, triton_request_rows
 from ostinato.kernels.sampling import torch_reference, triton_draw, triton_return
 from ostinato.kernels.sampling.plain import PlainSettings, return_plain
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines

@@ -12,9 +12,9 @@ import torch
 from ostinato.kernels.sampling import torch_reference
 from ostinato.kernels.sampling.plain import PlainSettings
 from ostinato.kernels.sampling.token_lines import LINE_HEAD, TokenLines
-from ostinato.kernels.speculation import acceptance, chains, draft_tokens, ngram, verification
-from ostinato.kernels.speculation.acceptance import verified_line
+from ostinato.kernels.speculation import chains, ngram, verification
 from ostinato.kernels.speculation.state import NO_TOKEN, SpecState
+from ostinato.kernels.speculation.verification import verified_line
 
 MAX_ROWS = 9
 Device = torch.device | str
@@ -34,12 +34,12 @@ class Ops(NamedTuple):
 
 BY_DEVICE = Ops(
     verification.begin_verify,
-    acceptance.accept,
+    verification.accept,
     ngram.draft_ngram,
     ngram.note_history,
     chains.chain_start,
     chains.chain_next,
-    draft_tokens.note_best,
+    chains.note_best,
 )
 """Whatever the device has."""
 

@@ -7,22 +7,16 @@ import torch
 
 from kernels import speculation_checks as checks
 from ostinato.kernels.dependent_launch import INTERPRETED
-from ostinato.kernels.speculation import (
-    triton_acceptance,
-    triton_chains,
-    triton_draft_tokens,
-    triton_ngram,
-    triton_verification,
-)
+from ostinato.kernels.speculation import triton_chains, triton_ngram, triton_verification
 
 TRITON = checks.Ops(
     triton_verification.begin_verify,
-    triton_acceptance.accept,
+    triton_verification.accept,
     triton_ngram.draft_ngram,
     triton_ngram.note_history,
     triton_chains.chain_start,
     triton_chains.chain_next,
-    triton_draft_tokens.note_best,
+    triton_chains.note_best,
 )
 
 

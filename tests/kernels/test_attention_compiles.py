@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.kernels.attention import decode_tiles
-from ostinato.kernels.attention.query_tiles import Queries
+from ostinato.kernels.attention import choice
+from ostinato.kernels.attention.choice import Queries
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu
 
@@ -104,7 +104,7 @@ def whole(layer: Layer) -> None:
 def decode(layer: Layer, num_tokens: int = 8, *, has_prefix: bool = False) -> None:
     from ostinato.kernels.attention import triton_decode
 
-    tile = decode_tiles.decode_tile(layer.dtype, num_tokens, layer.head_dim)
+    tile = choice.decode_tile(layer.dtype, num_tokens, layer.head_dim)
     flags = {"is_split": True, "has_norm": True, "has_prefix": has_prefix, "group_block": 16}
     assert layer.shared_bytes(triton_decode._decode, **flags, **vars(tile)) <= layer.gpu.room_for(1)
 
@@ -113,7 +113,7 @@ def prefix(layer: Layer, num_tokens: int = 32) -> None:
     from ostinato.kernels.attention import triton_prefix
 
     group = layer.num_heads // layer.num_kv_heads
-    tile = decode_tiles.prefix_tile(layer.dtype, num_tokens, group, layer.head_dim, layer.gpu)
+    tile = choice.prefix_tile(layer.dtype, num_tokens, group, layer.head_dim, layer.gpu)
     assert layer.shared_bytes(triton_prefix._attend_prefix, **vars(tile)) <= layer.gpu.room_for(1)
 
 
@@ -166,11 +166,11 @@ def test_cuda_decode_compiles_where_it_serves(capability):
         pytest.skip("needs NVRTC and cuda-bindings")
     from ostinato.kernels.attention.cuda_decode import decode_kernel
 
-    tile = decode_tiles.cuda_decode_tile(8, 8, 2, GPUS[90])
+    tile = choice.cuda_decode_tile(8, 8, 2, GPUS[90])
     kernel, shared = decode_kernel(
         tile, 8, head_dim=128, group=2, num_kv_heads=8, has_norm=True, dtype=torch.bfloat16
     )
     assert shared <= GPUS[90].room_for(tile.programs)
     options = compiled._options(capability, kernel._constants)
-    code, _ = compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+    code, _ = compiled._compile(compiled.source(kernel._file), kernel._file, options)
     assert code

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kernels.interpreted import assert_passes
 from kernels.paged_cases import dense_attention, make_case
-from ostinato.kernels.attention import PAGE_SIZE, decode_tiles, get_backend
+from ostinato.kernels.attention import PAGE_SIZE, choice, get_backend
 from ostinato.kernels.gpu import H200
 
 TORCH = get_backend("torch", "cpu")
@@ -67,12 +67,12 @@ def test_half_precision_caches():
 def test_splits_fill_the_chip_and_never_outnumber_the_blocks_of_the_longest_prefix():
     for num_tokens in (2, 8, 32, 64, 128, 256):
         for heads, kv_heads in ((16, 8), (32, 8), (14, 2), (32, 32)):
-            tile = decode_tiles.prefix_tile(torch.bfloat16, num_tokens, heads // kv_heads, 128, H200)
-            splits = decode_tiles.prefix_splits_of(tile, num_tokens, heads, kv_heads, 8192, H200)
+            tile = choice.prefix_tile(torch.bfloat16, num_tokens, heads // kv_heads, 128, H200)
+            splits = choice.prefix_splits_of(tile, num_tokens, heads, kv_heads, 8192, H200)
             blocks = -(-num_tokens * (heads // kv_heads) // tile.query_block)
             assert splits == 32 or splits * blocks * kv_heads > 132 // 2
             assert splits * blocks * kv_heads <= max(264, blocks * kv_heads)
-            short = decode_tiles.prefix_splits_of(tile, num_tokens, heads, kv_heads, 256, H200)
+            short = choice.prefix_splits_of(tile, num_tokens, heads, kv_heads, 256, H200)
             assert short <= 256 // (tile.key_block * tile.least_blocks)
 
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ostinato.kernels import rows, variants
-from ostinato.kernels.attention.decode_tiles import MAX_SPLITS, decode_tile, num_splits_of
+from ostinato.kernels import variants
+from ostinato.kernels.attention.choice import MAX_SPLITS, decode_tile, num_splits_of
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu, gpu_of
 from ostinato.kernels.linear import choice, few_tokens, products, scaled_rows
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.rules import gemv_tile
+from ostinato.kernels.linear.tables import Choice, KernelTable
 from ostinato.kernels.linear.tiles import (
     FUSED,
     IN_CUDA,
@@ -25,6 +25,7 @@ from ostinato.kernels.linear.tiles import (
     SkinnyTile,
 )
 from ostinato.kernels.linear.weight import Weight
+from ostinato.kernels.norms import rows
 from ostinato.kernels.variants import kernel_class
 
 GPU = torch.device("cuda", 0)

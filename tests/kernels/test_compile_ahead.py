@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.kernels import compile_ahead, compiling_processes
+from ostinato.kernels.compiling import compile_ahead, compiling_processes
 from ostinato.kernels.cuda import compiled
 
 MakeCollector = Callable[..., compile_ahead._Collector]
@@ -190,7 +190,7 @@ def test_a_triton_kernel_takes_as_long_as_all_that_it_calls() -> None:
 
 
 def test_what_takes_longest_to_compile_is_there() -> None:
-    assert all((compiled._FOLDER / name).is_file() for name in compiled._UNROLLED)
+    assert all(compiled.source(name) for name in compiled._UNROLLED)
 
 
 def test_children_build_the_launchers_of_triton_kernels_too_one_for_each_list_of_types(
@@ -450,7 +450,7 @@ def postponed_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_without_room_for_processes_everything_is_compiled_here(
     postponed_jobs: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(f"ostinato.kernels.compiling_processes.{where}", no_room)
+    monkeypatch.setattr(f"ostinato.kernels.compiling.compiling_processes.{where}", no_room)
     assert postponed_jobs() == [3, 5]
 
 

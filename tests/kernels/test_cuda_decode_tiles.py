@@ -9,12 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from ostinato.kernels.attention import cuda_decode
+from ostinato.kernels.attention.choice import CUDA_MAX_TOKENS, cuda_decode_tile, decode_class
 from ostinato.kernels.attention.cuda_decode import decode_kernel
-from ostinato.kernels.attention.decode_tiles import (
-    CUDA_MAX_TOKENS,
-    cuda_decode_tile,
-    decode_class,
-)
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu
 
@@ -101,7 +97,7 @@ def nvrtc():
 
 def report(constants: dict[str, int]) -> str:
     """What the compiler says about the kernel."""
-    source = (compiled._FOLDER / "decode_attention.cu").read_text()
+    source = compiled.source("decode_attention.cu")
     options = [*compiled._options(HOPPER, constants), "--ptxas-options=-v"]
     return compiled._compile(source, "decode_attention.cu", options)[1]
 

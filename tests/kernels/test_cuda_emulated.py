@@ -18,14 +18,13 @@ from kernels.emulated_checks import (
     check_gemv,
     check_streamed,
     emulated_attention,
-    emulated_fragments,
+    emulated_few_tokens,
     random_bf16,
 )
 from kernels.paged_cases import make_case
 from ostinato.kernels.attention import HeadPreparation, gpu_ops
-from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
-from ostinato.kernels.linear.cuda_fragments import launch_fragments
-from ostinato.kernels.linear.cuda_streamed import shared_bytes
+from ostinato.kernels.attention.choice import CudaDecodeTile
+from ostinato.kernels.linear.cuda_few_tokens import FusedLayer, launch_few_tokens
 from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
@@ -141,7 +140,7 @@ def test_random_linear_layers_that_stream(emulator):
         dtype = chance.choice([torch.bfloat16, torch.float32])
         form = Form(chance.random() < 0.5, chance.random() < 0.5, chance.random() < 0.5, dtype)
         num_tokens = chance.randint(1, 16)
-        needed = shared_bytes(tile, shape, tile.compiled_tokens(num_tokens), norm=form.norm)
+        needed = tile.shared_bytes(shape, num_tokens, norm=form.norm)
         if tile.fits(shape) and needed <= MOST_SHARED_BYTES:
             check_streamed(emulator, shape, tile, form, num_tokens)
             checked += 1
@@ -155,8 +154,10 @@ def test_equal_tokens_give_equal_bits_wherever_they_are(emulator):
         random_bf16(1, n).expand(16, -1).contiguous() for n in (shape.in_features, shape.out_features)
     )
     out = torch.empty(16, shape.out_features, dtype=torch.bfloat16)
-    with emulated_fragments(emulator):
-        launch_fragments(x, weight, None, norm_weight, 1e-5, residual, out, tile)
+    with emulated_few_tokens(emulator):
+        launch_few_tokens(
+            FusedLayer(x, weight, None, norm_weight, 1e-5, False, residual, out.dtype), out, tile
+        )
     assert (out == out[0]).all()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels.cuda_emulator.emulated import MAY_SKIP, Emulator
 from kernels.emulated_checks import H200_MULTIPROCESSORS, check_few_tokens
-from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
+from ostinato.kernels.attention.choice import CudaDecodeTile
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 

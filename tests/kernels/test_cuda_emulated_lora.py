@@ -11,7 +11,8 @@ from kernels.cuda_emulator.emulated import MAY_SKIP, Emulator
 from kernels.emulated_checks import in_blocks, random_bf16
 from kernels.lora_checks import random_stack, wanted_delta
 from ostinato.kernels.lora import cuda_one_token, cuda_shrink
-from ostinato.kernels.lora.division import tokens_together
+from ostinato.kernels.lora.adapter_rows import ToShrink
+from ostinato.kernels.lora.choice import tokens_together
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
@@ -53,8 +54,8 @@ def test_tokens_shrink_to_ranks(emulator, name):
     norm_weight = random_bf16(in_features) if norm else None
     found = torch.full((num_tokens, stack.a.size(1)), torch.nan)
     with patch.object(cuda_shrink, "cuda_kernel", emulator.kernel):
-        operands = (stack.a, stack.room, stack.ranks, rows.order, rows.blocks, found)
-        cuda_shrink.launch_shrink(x, norm_weight, *operands)
+        operands = (stack.a, stack.room, stack.ranks, rows.order, rows.blocks)
+        cuda_shrink.launch_shrink(ToShrink(x, norm_weight, *operands), found)
     assert rows.blocks[4, 0] == 1, "tokens are complete"
     wanted = wanted_left(x, norm_weight, stack, slots)
     is_there = torch.arange(stack.room) < ((stack.ranks + 15) // 16 * 16).clamp(min=16)[:, None]
@@ -83,7 +84,8 @@ def test_what_one_token_gets(emulator, name):
         deltas = torch.full((1, sum(parts)), torch.nan)
         with patch.object(cuda_one_token, "cuda_kernel", emulator.kernel):
             matrices = (stack.a, stack.b, stack.ranks, slots)
-            cuda_one_token.launch_one_token(x, norm_weight, *matrices, *stack.first_rows, deltas)
+            operands = cuda_one_token.OneToken(x, norm_weight, *matrices, *stack.first_rows)
+            cuda_one_token.launch_one_token(operands, deltas)
         if slot < 0:
             assert deltas.isnan().all(), "nothing is written"
             continue

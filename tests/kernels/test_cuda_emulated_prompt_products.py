@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from kernels.cuda_emulator.emulated import MAY_SKIP, Emulator
 from kernels.emulated_checks import random_bf16
 from ostinato.kernels.gpu import Gpu
-from ostinato.kernels.linear import cuda_prompt, prompt_products
+from ostinato.kernels.linear import cuda_prompt
+from ostinato.kernels.linear import ops as linear_ops
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
@@ -68,8 +69,8 @@ def test_a_product_of_a_prompt_is_right(name):
 def test_a_token_has_the_same_bits_in_any_company():
     torch.manual_seed(0)
     x, weight = random_bf16(200, 320), random_bf16(64, 320)
-    alone = prompt_products.multiply_prompt(x[150:151], weight, None, False)
-    assert torch.equal(alone[0], prompt_products.multiply_prompt(x, weight, None, False)[150])
+    alone = linear_ops.multiply_prompt(x[150:151], weight, None, False)
+    assert torch.equal(alone[0], linear_ops.multiply_prompt(x, weight, None, False)[150])
 
 
 ROWS = {
@@ -85,9 +86,9 @@ def test_tokens_may_lie_in_rows(name):
     """Those that no copy of boxes can begin at are brought into order first."""
     torch.manual_seed(0)
     x, weight = ROWS[name](), random_bf16(64, 64)
-    found = prompt_products.multiply_prompt(x, weight, None, False)
+    found = linear_ops.multiply_prompt(x, weight, None, False)
     ordered = torch.empty(20, 64, dtype=torch.bfloat16).copy_(x)
-    assert torch.equal(found, prompt_products.multiply_prompt(ordered, weight, None, False))
+    assert torch.equal(found, linear_ops.multiply_prompt(ordered, weight, None, False))
 
 
 def test_ops_are_declared_truthfully():
@@ -104,8 +105,8 @@ def test_torch_compile_sees_whole_ops():
     x, first, second = random_bf16(5, 64), random_bf16(128, 64, scale=0.1), random_bf16(64, 64, scale=0.1)
 
     def layer(rows):
-        inner = prompt_products.multiply_prompt(x, first, None, True)
-        prompt_products.add_product(inner, second, None, rows)
+        inner = linear_ops.multiply_prompt(x, first, None, True)
+        linear_ops.add_product(inner, second, None, rows)
         return rows * 2
 
     before = random_bf16(5, 64)

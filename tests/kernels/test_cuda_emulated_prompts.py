@@ -40,8 +40,9 @@ def emulated(emulator: Emulator, multiprocessors: int) -> Iterator[None]:
 def attended(case: Case, window: int | None) -> torch.Tensor:
     batch, (k_cache, v_cache) = case.batch, written_caches(case)
     assert cuda_queries.fits(case.q, k_cache, batch.req_rows.size(0))
-    requests = (batch.page_table, batch.req_rows, batch.seq_lens, batch.query_starts, batch.query_lens)
-    return cuda_queries.attend_queries(case.q, k_cache, v_cache, *requests, case.scale, window or 0)
+    return cuda_queries.attend_queries(
+        case.q, batch.paged(k_cache, v_cache), batch.requests, case.scale, window or 0
+    )
 
 
 def check(case: Case, window: int | None = None) -> None:

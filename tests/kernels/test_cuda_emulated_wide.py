@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from kernels.cuda_emulator.emulated import MAY_SKIP, MOST_SHARED_BYTES, Emulator
 from kernels.emulated_checks import Form, check_scaled, check_wide, random_bf16
-from ostinato.kernels.linear import cuda_scaled, cuda_wide, scaled_rows
+from ostinato.kernels.linear import cuda_wide, scaled_rows
+from ostinato.kernels.linear import ops as linear_ops
 from ostinato.kernels.linear.tiles import MatrixShape, WideTile
 
 pytestmark = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
@@ -72,7 +73,7 @@ def test_adapters_around_a_norm_that_is_half_done(emulator, name):
 def test_ops_around_a_norm_are_declared_truthfully(emulator, monkeypatch):
     """What is changed is said to be changed, and nothing else is."""
     monkeypatch.setattr(cuda_wide, "cuda_kernel", emulator.kernel)
-    monkeypatch.setattr(cuda_scaled, "choose_for", lambda *_: WideTile(16, 64, 64, 2, 2))
+    monkeypatch.setattr(linear_ops, "choose_for", lambda *_: WideTile(16, 64, 64, 2, 2))
     tests, ops = ("test_schema", "test_faketensor"), torch.ops.ostinato
     x, weight, bias, norm = (random_bf16(*size) for size in ((5, 128), (64, 128), (64,), (128,)))
     begun = scaled_rows.scale(x, norm)
@@ -94,7 +95,7 @@ def test_random_linear_layers_of_many_tokens(emulator):
         columns = slices * box * chance.randint(max(slots), max(slots) + 3)
         shape = MatrixShape(rows * chance.randint(1, 3), columns, gated)
         dtype = chance.choice([torch.bfloat16, torch.float32])
-        if tile.fits(shape) and cuda_wide.shared_bytes(tile, shape, scaled=True) <= MOST_SHARED_BYTES:
+        if tile.fits(shape) and tile.shared_bytes(shape, norm=True) <= MOST_SHARED_BYTES:
             bias, num_tokens = chance.random() < 0.5, chance.randint(1, tile.tokens + 9)
             check_wide(emulator, shape, tile, Form(bias=bias, dtype=dtype), num_tokens)
             check_scaled(emulator, shape, tile, num_tokens, bias=bias)

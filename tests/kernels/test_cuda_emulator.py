@@ -13,14 +13,14 @@ pytest.importorskip("triton")
 
 from kernels.cuda_emulator.emulated import EMULATOR, MAY_SKIP, SOURCES, Emulator, EmulatorError
 from kernels.emulated_checks import Form, check_attention, check_fragments, check_gemv, check_scaled
-from ostinato.kernels.attention.decode_tiles import CudaDecodeTile
+from ostinato.kernels.attention.choice import CudaDecodeTile
 from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, WideTile
 
 needs_compiler = pytest.mark.skipif(MAY_SKIP, reason="needs g++")
 
 
 def test_instructions_are_in_two_files_and_the_emulator_has_them_all():
-    for path in SOURCES.glob("*.cu*"):
+    for path in SOURCES.rglob("*.cu*"):
         assert path.name in ("device.cuh", "warpgroup.cuh") or "asm" not in path.read_text(), path.name
 
     def functions(name: str, folder: Path) -> set[str]:
@@ -30,7 +30,7 @@ def test_instructions_are_in_two_files_and_the_emulator_has_them_all():
         ("device.cuh", {"multiply_add", "copy_piece", "send_four"}),
         ("warpgroup.cuh", {"copy_box", "arrive_at", "wait_for_products", "show_to_copies"}),
     ):
-        instructions = functions(name, SOURCES) - {"described", "__align__"}
+        instructions = functions(name, SOURCES / "cuda") - {"described", "__align__"}
         assert some <= instructions
         assert instructions <= functions(name, EMULATOR)
 
@@ -74,17 +74,17 @@ FRAGMENT, OLDEST = "{a.x, c.x, a.y, c.y}", "wait_for_copy_groups<SLOTS - 1>();"
 THERE = "wait_for_bytes(&shared.{0}_are_there[{2}_slot], step / {1}_SLOTS % 2);"
 MEETING = "if (SLICES > 1) wait_for_cluster();"
 BREAKS = {
-    "wrong registers of a fragment": Break("fragments.cu", FRAGMENT, "{a.x, a.y, c.x, c.y}"),
-    "copies not waited for": Break("fragments.cu", "wait_for_copies();"),
-    "parts read before all are there": Break("fragments.cu", "#endif\n  __syncthreads();", "#endif"),
-    "a cluster that does not meet": Break("fragments.cu", MEETING),
-    "a count that is not made": Break("fragments.cu", "if (threadIdx.x == 0) make_count(&shared.arrived);"),
-    "more bytes expected than come": Break("fragments.cu", "(num_tokens * kHalves", "(TOKENS * kHalves"),
-    "fewer bytes expected than come": Break("fragments.cu", " + (NORM ? TOKENS : 0)"),
-    "bytes not waited for": Break("fragments.cu", "wait_for_bytes(&shared.arrived, false);"),
-    "bytes of another lot waited for": Break("fragments.cu", "arrived, false", "arrived, true"),
-    "a shuffle without all lanes": Break("fragments.cu", "squares += __shfl", "if (lane) squares += __shfl"),
-    "a token too many": Break("fragments.cu", "token >= num_tokens", "token > num_tokens"),
+    "wrong registers of a fragment": Break("few_tokens.cu", FRAGMENT, "{a.x, a.y, c.x, c.y}"),
+    "copies not waited for": Break("few_tokens.cu", "wait_for_copies();"),
+    "parts read before all are there": Break("few_tokens.cu", "#endif\n  __syncthreads();", "#endif"),
+    "a cluster that does not meet": Break("few_tokens.cu", MEETING),
+    "a count that is not made": Break("few_tokens.cu", "if (threadIdx.x == 0) make_count(&shared.arrived);"),
+    "more bytes expected than come": Break("few_tokens.cu", "(num_tokens * kHalves", "(TOKENS * kHalves"),
+    "fewer bytes expected than come": Break("few_tokens.cu", " + (NORM ? TOKENS : 0)"),
+    "bytes not waited for": Break("few_tokens.cu", "wait_for_bytes(&shared.arrived, false);"),
+    "bytes of another lot waited for": Break("few_tokens.cu", "arrived, false", "arrived, true"),
+    "a shuffle without all lanes": Break("few_tokens.cu", "squares += __shfl", "if (lane) squares += __shfl"),
+    "a token too many": Break("few_tokens.cu", "token >= num_tokens", "token > num_tokens"),
     "half a warp's sum": Break("gemv.cu", "int by = 16", "int by = 8"),
     "a warp's rows twice": Break("gemv.cu", "blockIdx.x * WARPS + threadIdx.x / 32", "blockIdx.x * WARPS"),
     "gate and up the wrong way round": Break("gemv.cu", "r < ROWS ? r", "r >= ROWS ? r - ROWS"),
@@ -110,7 +110,7 @@ BREAKS = {
 
 def check_kernel_with(file: str, emulator: Emulator, num_tokens: int) -> None:
     """The kernel that the file is part of; with so many tokens if it takes any number."""
-    if file == "fragments.cu":
+    if file == "few_tokens.cu":
         tile = FragmentsTile(rows=32, slices=2, num_warps=8, held=2, registers=160)
         check_fragments(emulator, MatrixShape(64, 512), tile, Form(norm=True, bias=True), num_tokens)
     elif file.startswith("wide"):
@@ -126,7 +126,13 @@ def check_kernel_with(file: str, emulator: Emulator, num_tokens: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("file", "num_tokens"),
-    [("fragments.cu", 3), ("fragments.cu", 13), ("gemv.cu", 1), ("wide.cu", 30), ("decode_attention.cu", 4)],
+    [
+        ("few_tokens.cu", 3),
+        ("few_tokens.cu", 13),
+        ("gemv.cu", 1),
+        ("wide.cu", 30),
+        ("decode_attention.cu", 4),
+    ],
 )
 def test_a_whole_kernel_passes(tmp_path, file, num_tokens):
     """The check that a broken one fails."""
@@ -158,8 +164,9 @@ FEW_BREAKS = {
 def test_a_broken_kernel_is_noticed(tmp_path, what):
     file, old, new = BREAKS[what]
     sources = Path(shutil.copytree(SOURCES, tmp_path / "sources"))
-    text = (sources / file).read_text()
+    [broken] = sources.rglob(file)
+    text = broken.read_text()
     assert old in text
-    (sources / file).write_text(text.replace(old, new))
+    broken.write_text(text.replace(old, new))
     with pytest.raises((AssertionError, EmulatorError)):
         check_kernel_with(file, Emulator(tmp_path, sources), num_tokens=3)

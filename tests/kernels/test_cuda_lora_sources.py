@@ -26,7 +26,7 @@ REGISTERS, SHARED_BYTES, RESERVED_BYTES = 65536, 228 << 10, 1 << 10
 def built(kernel: CudaKernel) -> tuple[str, int, int]:
     """Machine code, registers of a thread, bytes that are spilled."""
     options = [*compiled._options(HOPPER, kernel._constants), "--ptxas-options=-v"]
-    code, said = compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+    code, said = compiled._compile(compiled.source(kernel._file), kernel._file, options)
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     return machine_code(code), registers, int(re.search(r"(\d+) bytes spill stores", said)[1])
 
@@ -68,6 +68,6 @@ def test_a_program_that_shrinks_fits_beside_one_of_a_wide_product():
         _, of_shrink, _ = built(shrink_kernel(behind.in_features, 8, norm=False))
         registers = -(-of_wide // 8) * 8 * -(-tile.num_threads(shape) // 128) * 128
         assert registers + -(-of_shrink // 8) * 8 * 256 <= REGISTERS
-        shared = cuda_wide.shared_bytes(tile, shape, scaled=shape.gated) + cuda_shrink.shared_bytes(8)
+        shared = tile.shared_bytes(shape, norm=shape.gated) + cuda_shrink.shared_bytes(8)
         assert shared + 2 * RESERVED_BYTES <= SHARED_BYTES
         assert spilled <= 128, "a wait in the middle of loads"

@@ -28,7 +28,7 @@ def built(form: str, **changed: int) -> tuple[bytes, str]:
     """Machine code, and what the compiler said."""
     kernel = prompt_kernel(**FORMS[form])
     options = [*compiled._options((9, 0), kernel._constants | changed), "--ptxas-options=-v"]
-    return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+    return compiled._compile(compiled.source(kernel._file), kernel._file, options)
 
 
 @cache

@@ -24,7 +24,7 @@ def built(head_dim: int, group: int, dtype: torch.dtype = torch.bfloat16) -> tup
     kernel, _, shared_bytes = prompt_kernel(8 * group, 8, head_dim, 256, dtype)
     assert shared_bytes <= MOST_SHARED_BYTES
     options = [*compiled._options((9, 0), kernel._constants), "--ptxas-options=-v"]
-    return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+    return compiled._compile(compiled.source(kernel._file), kernel._file, options)
 
 
 SHAPES = [
@@ -92,6 +92,6 @@ def test_any_number_of_requests_has_room(head_dim):
 def test_the_launch_knows_how_much_shared_memory_the_source_takes():
     kernel, _, shared_bytes = prompt_kernel(16, 8, 128, 256, torch.bfloat16)
     constants = {**kernel._constants, "SHARED_BYTES": shared_bytes - 32}
-    source = (compiled._FOLDER / kernel._file).read_text()
+    source = compiled.source(kernel._file)
     with pytest.raises(compiled.CudaError, match="the launch knows of less"):
         compiled._compile(source, kernel._file, compiled._options((9, 0), constants))

@@ -18,11 +18,8 @@ import triton
 
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu
-from ostinato.kernels.linear import cuda_fragments, cuda_streamed, cuda_wide
 from ostinato.kernels.linear.choice import package_table
-from ostinato.kernels.linear.cuda_fragments import fragments_kernel
-from ostinato.kernels.linear.cuda_gemv import gemv_kernel
-from ostinato.kernels.linear.cuda_streamed import streamed_kernel
+from ostinato.kernels.linear.cuda_few_tokens import few_tokens_kernel, gemv_kernel
 from ostinato.kernels.linear.cuda_wide import wide_kernel
 from ostinato.kernels.linear.tiles import CudaGemvTile, FragmentsTile, MatrixShape, StreamedTile, WideTile
 
@@ -62,14 +59,6 @@ def has_norm(shape: MatrixShape) -> bool:
     return shape.in_features <= shape.out_features
 
 
-def shared_bytes(tile: FragmentsTile | StreamedTile | WideTile, shape: MatrixShape, tokens: int) -> int:
-    """Of a program."""
-    if isinstance(tile, WideTile):
-        return cuda_wide.shared_bytes(tile, shape, scaled=has_norm(shape))
-    source = cuda_fragments if isinstance(tile, FragmentsTile) else cuda_streamed
-    return source.shared_bytes(tile, shape, tokens, norm=has_norm(shape))
-
-
 def num_warps(tile: CudaTile, shape: MatrixShape) -> int:
     """Of a program."""
     if isinstance(tile, WideTile):
@@ -83,14 +72,12 @@ def compiled_for_hopper(shape: MatrixShape, tile: CudaTile, tokens: int) -> tupl
     form = {"norm": has_norm(shape), "residual": not has_norm(shape)}
     if isinstance(tile, CudaGemvTile):
         kernel = gemv_kernel(tile, shape, **form)
-    elif isinstance(tile, FragmentsTile):
-        kernel = fragments_kernel(tile, shape, tokens, **form)
     elif isinstance(tile, WideTile):
         kernel = wide_kernel(tile, shape, scaled=has_norm(shape), added=not has_norm(shape))
     else:
-        kernel = streamed_kernel(tile, shape, tokens, **form)
+        kernel = few_tokens_kernel(tile, shape, tokens, **form)
     options = [*compiled._options(HOPPER, kernel._constants), "--ptxas-options=-v"]
-    return compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+    return compiled._compile(compiled.source(kernel._file), kernel._file, options)
 
 
 @pytest.mark.parametrize("kind", [CudaGemvTile, FragmentsTile, StreamedTile, WideTile])
@@ -102,14 +89,12 @@ def test_a_kernel_that_adds_adapters_compiles_and_asks_for_no_more_memory_before
     match tile:
         case CudaGemvTile():
             kernel = gemv_kernel(tile, shape, **form)
-        case FragmentsTile():
-            kernel = fragments_kernel(tile, shape, tokens, **form)
-        case StreamedTile():
-            kernel = streamed_kernel(tile, shape, tokens, **form)
+        case FragmentsTile() | StreamedTile():
+            kernel = few_tokens_kernel(tile, shape, tokens, **form)
         case _:
             kernel = wide_kernel(tile, shape, scaled=has_norm(shape), added=not has_norm(shape), adapted=True)
     options = [*compiled._options(HOPPER, kernel._constants), "--ptxas-options=-v"]
-    code, said = compiled._compile((compiled._FOLDER / kernel._file).read_text(), kernel._file, options)
+    code, said = compiled._compile(compiled.source(kernel._file), kernel._file, options)
     assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 64
     before, wait, _ = machine_code(code).partition("ACQBULK")
     assert wait
@@ -140,7 +125,7 @@ def test_a_measured_tile_compiles_without_spilling_much(shape, tile, tokens):
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     assert registers * num_warps(tile, shape) * 32 <= REGISTERS_OF_A_MULTIPROCESSOR
     if not isinstance(tile, CudaGemvTile):
-        assert shared_bytes(tile, shape, tokens) <= MOST_SHARED_BYTES
+        assert tile.shared_bytes(shape, tokens, norm=has_norm(shape)) <= MOST_SHARED_BYTES
 
 
 def of_every_form() -> list[Any]:
@@ -193,7 +178,7 @@ def weight_loads(listing: str) -> list[str]:
 )
 def test_the_launch_of_wide_knows_how_much_shared_memory_it_takes(shape, tile, scaled):
     kernel = wide_kernel(tile, shape, scaled=scaled)
-    source = (compiled._FOLDER / kernel._file).read_text()
+    source = compiled.source(kernel._file)
     compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
     less = {**kernel._constants, "SHARED_BYTES": kernel._constants["SHARED_BYTES"] - 16}
     with pytest.raises(compiled.CudaError, match="the launch knows of less"):
@@ -205,14 +190,14 @@ def test_the_largest_wide_tiles_that_fit_find_their_registers(tokens, rows):
     shape, tile = MatrixShape(rows, 256), WideTile(tokens, rows, 64, 2, 2)
     assert tile.fits(shape)
     kernel = wide_kernel(tile, shape)
-    source = (compiled._FOLDER / kernel._file).read_text()
+    source = compiled.source(kernel._file)
     compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
 
 
 def test_sums_are_shown_before_they_are_copied():
     """Copies read memory another way than stores write it: without the fence it is right most of the time."""
     kernel = wide_kernel(WideTile(64, 64, 64, 2, 2, slices=2), MatrixShape(64, 512))
-    source = (compiled._FOLDER / kernel._file).read_text()
+    source = compiled.source(kernel._file)
     code, _ = compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
     listing = machine_code(code)
     before, copy, _ = listing.partition("UBLKCP")
@@ -231,14 +216,12 @@ def test_nothing_in_the_loop_of_wide_waits_for_memory_that_is_on_its_way(shape, 
     assert len(re.findall(r"CCTL\.IVALL", listing)) <= 2, "those of the cluster's barrier"
 
 
-@pytest.mark.parametrize(
-    ("make", "entry"), [(fragments_kernel, FRAGMENTS), (streamed_kernel, STREAMED)], ids=["held", "streamed"]
-)
-def test_the_launch_knows_how_much_shared_memory_the_source_takes(make, entry):
+@pytest.mark.parametrize("entry", [FRAGMENTS, STREAMED], ids=["resident", "streamed"])
+def test_the_launch_knows_how_much_shared_memory_the_source_takes(entry):
     """One byte less than Python computes is refused by the source's own count."""
     shape, tile, tokens = entry
-    kernel = make(tile, shape, tokens, norm=True)
-    source = (compiled._FOLDER / kernel._file).read_text()
+    kernel = few_tokens_kernel(tile, shape, tokens, norm=True)
+    source = compiled.source(kernel._file)
     compiled._compile(source, kernel._file, compiled._options(HOPPER, kernel._constants))
     less = {**kernel._constants, "SHARED_BYTES": kernel._constants["SHARED_BYTES"] - 16}
     with pytest.raises(compiled.CudaError, match="the launch knows of less"):
@@ -249,7 +232,7 @@ def test_a_folder_that_cannot_be_written_to_costs_only_time(tmp_path, monkeypatc
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setattr(compiled, "_cache_folder", lambda: tmp_path / "file")
     shape, tile, tokens = FRAGMENTS
-    assert fragments_kernel(tile, shape, tokens, norm=True).compile(HOPPER)
+    assert few_tokens_kernel(tile, shape, tokens, norm=True).compile(HOPPER)
 
 
 @pytest.mark.parametrize(("capability", "supported"), [((8, 9), 0), ((9, 0), 1), ((10, 0), 1), ((12, 0), 0)])
@@ -288,7 +271,7 @@ def test_every_device_is_told_of_the_shared_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
     monkeypatch.setattr(compiled.CudaKernel, "compile", lambda self, capability: b"")
-    kernel = compiled.CudaKernel("fragments.cu", "project", {})
+    kernel = compiled.CudaKernel("few_tokens.cu", "project", {})
     kernel.load(0, 100_000, 100)
     kernel.load(1, 100_000, 100)
     assert driver.asked == [("most", 100_000), ("share", 100)] * 2

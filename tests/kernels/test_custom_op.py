@@ -1,6 +1,6 @@
 """An op is its Python function, called directly where nobody watches and seen by everyone who does."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ostinato.kernels.custom_op import custom_op
 
 
-@custom_op("shifted_for_tests", mutates_args=("count",))
+@custom_op("shifted_for_tests", mutates_args=("count",), result=lambda x: torch.empty_like(x))
 def shifted(
     x: Tensor,
     count: Tensor,
@@ -25,9 +25,17 @@ def shifted(
     return ((x + by) * (1 if weight is None else weight)).to(dtype)
 
 
-@shifted.register_fake
-def _(x: Tensor, *_others: object) -> Tensor:
-    return torch.empty_like(x)
+class Pair(NamedTuple):
+    """Operands that belong together."""
+
+    scale: Tensor
+    offset: int
+
+
+@custom_op("scaled_for_tests", result=lambda pair, x: x.new_empty(pair.scale.size(0), x.size(0)))
+def scaled(x: Tensor, pair: Pair, times: int = 1) -> Tensor:
+    """x times each scale, plus an offset, several times."""
+    return (pair.scale[:, None] * x + pair.offset) * times
 
 
 X, COUNT = torch.tensor([1.0, 2.0]), torch.zeros(1)
@@ -141,3 +149,34 @@ def test_a_transform_sees_it() -> None:
 
     rows = torch.arange(6.0).view(3, 2)
     assert torch.equal(torch.func.vmap(doubled)(rows), rows * 2)
+
+
+PAIR = Pair(torch.tensor([1.0, 10.0, 100.0]), 1)
+
+
+def test_the_fields_of_a_named_tuple_are_parameters_of_the_schema() -> None:
+    assert str(torch.ops.ostinato.scaled_for_tests.default._schema).endswith(
+        "scaled_for_tests(Tensor x, Tensor scale, SymInt offset, SymInt times=1) -> Tensor"
+    )
+    wanted = [[2, 3], [11, 21], [101, 201]]
+    assert scaled(X, PAIR).tolist() == wanted
+    assert torch.ops.ostinato.scaled_for_tests(X, *PAIR).tolist() == wanted
+    with Seen() as seen:
+        assert scaled(X, PAIR, 2).tolist() == [[2 * each for each in row] for row in wanted]
+    assert seen.ops[0] == "ostinato.scaled_for_tests.default"
+
+
+def test_a_tensor_with_a_dispatch_of_its_own_sees_it_inside_a_named_tuple() -> None:
+    Labelled.seen.clear()
+    scaled(X, Pair(PAIR.scale.as_subclass(Labelled), 1))
+    assert any("scaled_for_tests" in function for function in Labelled.seen)
+
+
+def test_a_named_tuple_of_tensors_without_data_makes_an_empty_result() -> None:
+    with FakeTensorMode() as mode:
+        assert scaled(mode.from_tensor(X), Pair(mode.from_tensor(PAIR.scale), 1)).shape == (3, 2)
+
+
+def test_torch_compile_keeps_an_op_of_a_named_tuple() -> None:
+    compiled = torch.compile(lambda x: scaled(x * 2, PAIR), backend="eager", fullgraph=True)
+    assert compiled(X).tolist() == [[3, 5], [21, 41], [201, 401]]

@@ -33,7 +33,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def code_of(**constants: int) -> bytes:
-    return compiled.CudaKernel("fragments.cu", "project", constants).compile(HOPPER)
+    return compiled.CudaKernel("few_tokens.cu", "project", constants).compile(HOPPER)
 
 
 def test_what_was_kept_is_used(compiler: Compiler) -> None:

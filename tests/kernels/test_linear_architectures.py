@@ -15,10 +15,8 @@ import triton
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear.choice import package_table
-from ostinato.kernels.linear.cuda_fragments import fragments_kernel
-from ostinato.kernels.linear.cuda_gemv import gemv_kernel
+from ostinato.kernels.linear.cuda_few_tokens import few_tokens_kernel, gemv_kernel
 from ostinato.kernels.linear.cuda_prompt import prompt_kernel
-from ostinato.kernels.linear.cuda_streamed import streamed_kernel
 from ostinato.kernels.linear.cuda_wide import wide_kernel
 from ostinato.kernels.linear.rules import gemv_tile
 from ostinato.kernels.linear.tiles import (
@@ -123,16 +121,16 @@ def source_of(shape: MatrixShape, tile: Tile, num_tokens: int) -> compiled.CudaK
         case CudaGemvTile():
             return gemv_kernel(tile, shape, **form)
         case FragmentsTile():
-            return fragments_kernel(tile, shape, tile.compiled_tokens(num_tokens), **form)
+            return few_tokens_kernel(tile, shape, tile.compiled_tokens(num_tokens), **form)
         case StreamedTile():
-            return streamed_kernel(tile, shape, tile.compiled_tokens(num_tokens), **form)
+            return few_tokens_kernel(tile, shape, tile.compiled_tokens(num_tokens), **form)
         case WideTile():
             return wide_kernel(tile, shape, scaled=True)
     raise AssertionError(tile)
 
 
 def compile_for(gpu: Gpu, kernel: compiled.CudaKernel) -> bytes:
-    source = (compiled._FOLDER / kernel._file).read_text()
+    source = compiled.source(kernel._file)
     options = compiled._options(gpu.capability, kernel._constants)
     return compiled._compile(source, kernel._file, options)[0]
 

@@ -8,7 +8,6 @@ from ostinato.engine.config import EngineConfig
 from ostinato.engine.resolved_config import _chunk_size
 from ostinato.graphs import Ladder
 from ostinato.kernels.gpu import Gpu
-from ostinato.kernels.linear import cuda_fragments, cuda_streamed, cuda_wide
 from ostinato.kernels.linear.choice import package_table
 from ostinato.kernels.linear.rules import FEWEST_PROMPT_TOKENS, gemv_tile, skinny_bytes, tile_by_rule
 from ostinato.kernels.linear.tiles import (
@@ -60,12 +59,8 @@ ODD = [MatrixShape(7, 9), MatrixShape(5, 40_000), MatrixShape(4097, 1024), Matri
 def needed_bytes(tile: Tile, shape: MatrixShape, num_tokens: int) -> int:
     """Shared memory of a program in the form that needs most."""
     match tile:
-        case FragmentsTile():
-            return cuda_fragments.shared_bytes(tile, shape, tile.compiled_tokens(num_tokens), norm=True)
-        case StreamedTile():
-            return cuda_streamed.shared_bytes(tile, shape, tile.compiled_tokens(num_tokens), norm=True)
-        case WideTile():
-            return cuda_wide.shared_bytes(tile, shape, scaled=True)
+        case FragmentsTile() | StreamedTile() | WideTile():
+            return tile.shared_bytes(shape, num_tokens, norm=True)
         case SkinnyTile():
             return skinny_bytes(tile, shape)
     return 0

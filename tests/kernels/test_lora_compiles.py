@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import triton
 
 from ostinato.kernels.gpu import Gpu
-from ostinato.kernels.lora.division import division
+from ostinato.kernels.lora.choice import division
 from ostinato.kernels.lora.triton_expand import _ROWS, _expand
 from ostinato.kernels.lora.triton_grouping import _group
 from ostinato.kernels.lora.triton_shrink import _shrink

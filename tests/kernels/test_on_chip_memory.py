@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ostinato.kernels import compile_ahead, on_chip_memory
+from ostinato.kernels import on_chip_memory
+from ostinato.kernels.compiling import compile_ahead
 
 
 class NotCompiledYet:

@@ -8,8 +8,7 @@ import torch
 from kernels.interpreted import assert_passes
 from ostinato.kernels import gpu
 from ostinato.kernels.attention import BackendError
-from ostinato.kernels.attention.query_tiles import Queries, grown, query_class
-from ostinato.kernels.attention.shared_memory import KeyBlocks
+from ostinato.kernels.attention.choice import KeyBlocks, Queries, grown, query_class
 from ostinato.kernels.gpu import H200, Gpu
 
 QWEN3 = (16, 8, 128)

@@ -23,7 +23,8 @@ NAMES = ("begin", "norm", "half a norm", "gate", "draw", "return", *KERNELS)
 
 def kernel_of(name: str) -> tuple[Any, dict[str, Any]]:
     """With the constants that are its own."""
-    from ostinato.kernels import triton_request_rows, triton_rows
+    from ostinato.kernels.decode_inputs import triton_request_rows
+    from ostinato.kernels.norms import triton_rows
     from ostinato.kernels.sampling import triton_draw, triton_return
 
     if name in KERNELS:

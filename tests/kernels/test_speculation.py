@@ -8,9 +8,8 @@ from kernels.interpreted import assert_passes
 from kernels.test_triton_kernels import compiled
 from ostinato.graphs import capture_block
 from ostinato.kernels.sampling import torch_reference
-from ostinato.kernels.speculation.acceptance import accept
 from ostinato.kernels.speculation.ngram import draft_ngram
-from ostinato.kernels.speculation.verification import begin_verify
+from ostinato.kernels.speculation.verification import accept, begin_verify
 
 TYPES = dict.fromkeys(("input_ids", "positions", "last_tokens", "drafts", "began", "seeds"), "*i64")
 TYPES |= dict.fromkeys(("ring", "counts", "features", "ends", "offsets", "ids"), "*i64")
@@ -108,27 +107,21 @@ def test_kernels_compile(capability):
     triton = pytest.importorskip("triton")
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
-    from ostinato.kernels import triton_request_rows
-    from ostinato.kernels.speculation import (
-        triton_acceptance,
-        triton_chains,
-        triton_draft_tokens,
-        triton_ngram,
-        triton_verification,
-    )
+    from ostinato.kernels.decode_inputs import triton_request_rows
+    from ostinato.kernels.speculation import triton_chains, triton_ngram, triton_verification
 
     lines = {"head": 4, "no_token": -1, "rows_block": 8, "steps_block": 8, "block": 64}
     for kernel, constants in (
         (triton_verification._begin_verify, {"block": 128, "timed": True}),
-        (triton_acceptance._accept, {**lines, "synthetic": True, "noted": True, "timed": True}),
-        (triton_acceptance._accept, {**lines, "synthetic": False, "noted": False, "timed": True}),
+        (triton_verification._accept, {**lines, "synthetic": True, "noted": True, "timed": True}),
+        (triton_verification._accept, {**lines, "synthetic": False, "noted": False, "timed": True}),
         (triton_ngram._draft_ngram, {"k": 4, "k_block": 4, "min_n": 2, "max_n": 5, "block": 2048}),
         (triton_ngram._note_history, {}),
         (triton_request_rows._note_time, {}),
         (triton_chains._chain_start, {"block": 128}),
         (triton_chains._chain_next, {"block": 128}),
-        (triton_draft_tokens._best_of_block, {"block": 2048}),
-        (triton_draft_tokens._note_best, {"block": 64, "has_offsets": True}),
+        (triton_chains._best_of_block, {"block": 2048}),
+        (triton_chains._note_best, {"block": 64, "has_offsets": True}),
     ):
         if "dependent" in kernel.arg_names:
             constants["dependent"] = capability >= 90

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
-from ostinato.kernels.linear.table_file import KernelTableError, load_table, save_table
+from ostinato.kernels.linear.tables import Choice, KernelTable, KernelTableError, load_table, save_table
 from ostinato.kernels.linear.tiles import (
     CudaGemvTile,
     FragmentsTile,

@@ -74,7 +74,7 @@ def test_linear_layers_compile_for_hopper():
 
 
 def test_row_kernels_compile_for_hopper():
-    from ostinato.kernels import triton_rows as kernels
+    from ostinato.kernels.norms import triton_rows as kernels
 
     operands = pointers(torch.bfloat16, "x", "residual", "weight", "normed")
     constants = {"width": 1000, "block": 1024}

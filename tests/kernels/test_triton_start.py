@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from ostinato.kernels import triton_start
+from ostinato.kernels.compiling import triton_start
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from kernels.paged_cases import dense_attention, make_case, written_caches
 from kernels.window_cases import beginnings_gone, without_beginnings
 from ostinato.kernels.attention import get_backend, torch_reference
 from ostinato.kernels.attention.batch import WINDOW_ALIGNMENT
-from ostinato.kernels.attention.decode_tiles import CudaDecodeTile, decode_tile
+from ostinato.kernels.attention.choice import CudaDecodeTile, decode_tile
 
 from .test_cuda_emulated import emulator  # noqa: F401
 

@@ -11,13 +11,14 @@ import torch
 
 from kernels import fused_checks, small_kernel_checks, unchanged
 from kernels.paged_cases import dense_attention, make_case
-from ostinato.kernels import triton_rows
-from ostinato.kernels.attention import decode_tiles, get_backend, gpu_ops
+from ostinato.kernels.attention import choice, get_backend, gpu_ops
 from ostinato.kernels.gpu import Gpu
-from ostinato.kernels.linear import products, triton_linear
+from ostinato.kernels.linear import ops as linear_ops
+from ostinato.kernels.linear import products
 from ostinato.kernels.linear.rules import gemv_tile
 from ostinato.kernels.linear.tiles import GemvTile, MatrixShape, SkinnyTile
 from ostinato.kernels.linear.weight import Weight
+from ostinato.kernels.norms import triton_rows
 
 TRITON = get_backend("triton", "cpu")
 
@@ -99,7 +100,7 @@ def check_layers_by_choice() -> None:
         x, residual = torch.randn(num_tokens, 64), torch.randn(num_tokens, 24)
         with (
             patch.object(products, "tile_for", lambda *_, tile=tile, **__: tile),
-            patch.object(triton_linear, "choose_for", lambda *_, tile=tile: tile),
+            patch.object(linear_ops, "choose_for", lambda *_, tile=tile: tile),
         ):
             product = products.linear_in_parts(x, Weight(weight), bias)
             rows = (num_tokens, 24)
@@ -149,12 +150,12 @@ def check_ops_are_declared_truthfully() -> None:
     opcheck(ops.attend_tokens.default, (*prepared, None, 4, case.scale, 0, 32), test_utils=tests)
     x, matrix = torch.randn(1, 16), torch.randn(8, 16)
     projection = (x, matrix, None, weight, 1e-5, True, torch.randn(1, 4), torch.float32)
-    with patch.object(triton_linear, "choose_for", lambda *_: GemvTile(2, 16, 4)):
+    with patch.object(linear_ops, "choose_for", lambda *_: GemvTile(2, 16, 4)):
         opcheck(ops.project_few_tokens.default, projection, test_utils=tests)
         opcheck(ops.multiply_into.default, (x, matrix, torch.empty(1, 8)), test_utils=tests)
     for parts in (1, 2):
         with patch.object(
-            triton_linear, "choose_for", lambda *_, parts=parts: SkinnyTile(16, 8, 16, 4, 2, parts)
+            linear_ops, "choose_for", lambda *_, parts=parts: SkinnyTile(16, 8, 16, 4, 2, parts)
         ):
             opcheck(ops.multiply.default, (x, matrix, None, False, torch.float32), test_utils=tests)
     opcheck(ops.rms_norm.default, (x, weight, 1e-5), test_utils=tests)
@@ -202,5 +203,5 @@ def main() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # A few splits show what many do.
-    with patch.object(decode_tiles, "_PROGRAMS_WANTED", 48):
+    with patch.object(choice, "_PROGRAMS_WANTED", 48):
         main()

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import H200, Gpu
 from ostinato.kernels.linear import choice, products
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.rules import tile_by_rule
+from ostinato.kernels.linear.tables import Choice, KernelTable
 from ostinato.kernels.linear.tiles import (
     FragmentsTile,
     GemvTile,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.attention.batch import HeadPreparation
 from ostinato.kernels.linear import scaled_rows
 from ostinato.models.forms.few import Few
 from ostinato.models.forms.scaled import Scaled

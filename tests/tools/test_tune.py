@@ -11,11 +11,9 @@ from typer.testing import CliRunner
 from ostinato.cli.main import main
 from ostinato.kernels.cuda import compiled
 from ostinato.kernels.gpu import Gpu
-from ostinato.kernels.linear import cuda_wide
 from ostinato.kernels.linear.choice import choose, package_table
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
 from ostinato.kernels.linear.rules import tile_by_rule
-from ostinato.kernels.linear.table_file import load_table, save_table
+from ostinato.kernels.linear.tables import Choice, KernelTable, load_table, save_table
 from ostinato.kernels.linear.tiles import (
     FUSED,
     IN_CUDA,
@@ -313,7 +311,7 @@ def test_wide_candidates_fit_the_gpu_and_the_matrix(shape, num_tokens):
     assert all(len(tiles) <= 3 for tiles in finer)
     for tile in [*bases, *(tile for tiles in finer for tile in tiles)]:
         assert tile.fits(shape)
-        assert cuda_wide.shared_bytes(tile, shape, scaled=True) <= GPU.shared_bytes
+        assert tile.shared_bytes(shape, norm=True) <= GPU.shared_bytes
         assert num_tokens <= tile.tokens
 
 

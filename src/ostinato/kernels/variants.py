@@ -8,11 +8,11 @@ from collections.abc import Hashable, Iterable
 
 import torch
 
-from .attention.decode_tiles import cascade_class, decode_class
+from .attention.choice import cascade_class, decode_class
 from .gpu import gpu_of
 from .linear.choice import choose
 from .linear.tiles import MatrixShape, compiled_variant
-from .lora.division import adapters_class
+from .lora.choice import adapters_class
 
 
 def kernel_class(

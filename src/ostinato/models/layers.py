@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ostinato.kernels import rows
 from ostinato.kernels.linear.weight import PLAIN, ShardDim, Weight
+from ostinato.kernels.norms import rows
 
 from .room import Room
 from .rope import RopeConfig

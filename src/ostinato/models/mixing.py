@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.attention.batch import HeadPreparation
 from ostinato.kernels.linear.products import joined
 
 from .layer import Attention

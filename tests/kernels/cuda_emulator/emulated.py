@@ -29,7 +29,7 @@ from ostinato.kernels.cuda.compiled import Argument, TileMap
 COMPILER = shutil.which("g++")
 MAY_SKIP = COMPILER is None and not os.environ.get("CI")
 """Where the environment promises a compiler, a missing one is a failure."""
-SOURCES = Path(compiled.__file__).parent
+SOURCES = Path(compiled.__file__).parents[1]
 EMULATOR = Path(__file__).parent
 
 _KINDS = {Tensor: "p", TileMap: "m", float: "f", int: "i"}
@@ -116,7 +116,7 @@ class EmulatedKernel:
         """The compiled kernel; from the folder if it was compiled before."""
         assert COMPILER is not None
         macros = [f"-D{name}={int(value)}" for name, value in self.constants]
-        files = {path.name: path.read_text() for path in sorted(self.emulator.sources.glob("*.cu*"))}
+        files = {path.name: path.read_text() for path in sorted(self.emulator.sources.rglob("*.cu*"))}
         files |= {name: (EMULATOR / name).read_text() for name in _FILES}
         files["kernel.cpp"] = f'#include "{self.file}"\n#include "launch.h"\n'
         contracting = _CONTRACTING if self.emulator.contracts else ()

@@ -10,7 +10,8 @@ import torch
 from ostinato.graphs import ConfigError
 from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.linear.choice import fallbacks, table_name, use_table
-from ostinato.kernels.linear.table_file import KernelTableError, load_table
+from ostinato.kernels.linear.tables import KernelTableError, load_table
+from ostinato.kernels.registry import unmeasured
 from ostinato.models.cache_folder import cache_folder
 
 logger = logging.getLogger("ostinato.engine")
@@ -39,6 +40,8 @@ def use_table_of_user(asked: str | None, device: torch.device) -> None:
         _use_file(named, device)
     for told in fallbacks(device):
         logger.warning("linear layers: %s", told)
+    for told in unmeasured(gpu_of(device)):
+        logger.warning("%s", told)
 
 
 def _use_file(named: str | None, device: torch.device) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from ostinato.cache.kv import KVCache, KVCacheError, KVShape
 from ostinato.graphs import OstinatoError
-from ostinato.kernels import triton_start
 from ostinato.kernels.attention import AttentionBackend, BackendError, get_backend
+from ostinato.kernels.compiling import triton_start
 from ostinato.models.adapters.stacks import AdapterStacks
 from ostinato.models.config import ModelConfig
 from ostinato.models.drafts.draft import Draft

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ostinato.cache.kv import KVCache
 from ostinato.graphs import CudaGraphRunner, GraphKey
-from ostinato.kernels.compile_ahead import Compilation
+from ostinato.kernels.compiling.compile_ahead import Compilation
 
 from ..sampling.sampler import Sampler
 from ..stepping.model_runner import ModelRunner

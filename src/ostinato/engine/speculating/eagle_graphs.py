@@ -25,12 +25,10 @@ from torch import Tensor
 from ostinato.cache.kv import KVCache
 from ostinato.graphs import BatchDescriptor, CudaGraphRunner, GraphKey
 from ostinato.kernels.attention.backend import AttentionBackend
-from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch
-from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.attention.batch import PAGE_SIZE, AttentionBatch, HeadPreparation
 from ostinato.kernels.cuda.compiled import is_compiling_only
-from ostinato.kernels.request_rows import note_time
-from ostinato.kernels.speculation.chains import chain_next, chain_start
-from ostinato.kernels.speculation.draft_tokens import note_best
+from ostinato.kernels.decode_inputs.request_rows import note_time
+from ostinato.kernels.speculation.chains import chain_next, chain_start, note_best
 from ostinato.models.config import ModelConfig
 from ostinato.models.drafts.draft import DraftStates
 from ostinato.models.mixing import Attend, StepAttention

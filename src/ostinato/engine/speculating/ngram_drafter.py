@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ostinato.graphs import BatchDescriptor
 from ostinato.kernels.attention.batch import AttentionBatch
-from ostinato.kernels.request_rows import note_time
+from ostinato.kernels.decode_inputs.request_rows import note_time
 from ostinato.kernels.speculation.ngram import draft_ngram
 
 from ..scheduling.request import IntArray, Request

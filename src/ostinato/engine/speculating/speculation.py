@@ -30,15 +30,13 @@ from ostinato.graphs import (
     capture_keys,
 )
 from ostinato.graphs.capturing.recorder import Step
-from ostinato.kernels import request_rows
 from ostinato.kernels.attention.batch import AttentionBatch
+from ostinato.kernels.decode_inputs import request_rows
 from ostinato.kernels.sampling.asked import Asked
 from ostinato.kernels.sampling.plain import PlainSettings
 from ostinato.kernels.sampling.token_lines import TokenLines
-from ostinato.kernels.speculation.acceptance import accept
-from ostinato.kernels.speculation.asking import tokens_of_asking
 from ostinato.kernels.speculation.state import SpecState
-from ostinato.kernels.speculation.verification import VerifyInputs, begin_verify
+from ostinato.kernels.speculation.verification import VerifyInputs, accept, begin_verify, tokens_of_asking
 
 from ..parameters.sampling_params import SamplingParams
 from ..scheduling.request import IntArray, Request

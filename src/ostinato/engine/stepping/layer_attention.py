@@ -7,8 +7,7 @@ from torch import Tensor
 from ostinato.cache.kv import KVCache
 from ostinato.graphs import eager_boundary
 from ostinato.kernels.attention.backend import AttentionBackend
-from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
-from ostinato.kernels.attention.heads import HeadPreparation
+from ostinato.kernels.attention.batch import AttentionBatch, HeadPreparation, HostLengths
 from ostinato.kernels.linear.products import joined
 from ostinato.models.config import ModelConfig
 from ostinato.models.mixing import Attend, StepAttention

@@ -31,10 +31,10 @@ from ostinato.graphs import (
 )
 from ostinato.graphs.capturing.pool import Memory
 from ostinato.graphs.dispatching.descriptor import recurring_shape
-from ostinato.kernels import request_rows
 from ostinato.kernels.attention.backend import AttentionBackend
 from ostinato.kernels.attention.batch import AttentionBatch, HostLengths
-from ostinato.kernels.speculation.acceptance import verified_line
+from ostinato.kernels.decode_inputs import request_rows
+from ostinato.kernels.speculation.verification import verified_line
 from ostinato.models.adapters.stacks import AdapterStacks
 from ostinato.models.last_tokens import LastTokens
 from ostinato.models.taps import Taps

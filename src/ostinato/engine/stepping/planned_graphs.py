@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ostinato.graphs import BatchDescriptor, GraphKey, GraphMode, capture_keys
 from ostinato.kernels.attention.backend import AttentionBackend
-from ostinato.kernels.attention.query_tiles import Queries, query_class
+from ostinato.kernels.attention.choice import Queries, query_class
 from ostinato.kernels.gpu import gpu_of
 from ostinato.kernels.linear import products
 from ostinato.kernels.variants import kernel_class

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from . import torch_reference
-from .batch import AttentionBatch, HostLengths
-from .errors import BackendError
-from .heads import HeadPreparation
+from .batch import AttentionBatch, HeadPreparation, HostLengths
+from .choice import BackendError
 
 
 class Attend(Protocol):

@@ -13,6 +13,7 @@ Page 0 and row 0 belong to padding and to no request.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +68,15 @@ class AttentionBatch:
     """int32 [max_rows]: so many of its first positions, whole pages and not all of its context, a row has in
     common with every other row of the batch; 0 for row 0. Attention may read these once for all, from the
     pages of the first request. Only for single tokens. None: nothing is known to be shared."""
+
+    def paged(self, k_cache: Tensor, v_cache: Tensor) -> "PagedTokens":
+        """Returns the tokens of the step with the cache of a layer."""
+        return PagedTokens(k_cache, v_cache, self.page_table, self.token_rows, self.positions)
+
+    @property
+    def requests(self) -> "Requests":
+        """Returns the requests of the step."""
+        return Requests(self.req_rows, self.seq_lens, self.query_starts, self.query_lens)
 
     def prefix_lens_for(self, sliding_window: int | None) -> Tensor | None:
         """`prefix_lens`, for a layer in which every token sees all of the prefix."""
@@ -123,6 +133,42 @@ class AttentionBatch:
         places = rows.long() * self.page_table.size(1) + positions // PAGE_SIZE
         pages = self.page_table.view(-1).index_select(0, places.view(-1)).view(places.shape)
         return pages.long() * PAGE_SIZE + positions % PAGE_SIZE
+
+
+class PagedTokens(NamedTuple):
+    """The cache of a layer and where the tokens of a step are in it, as kernels take them."""
+
+    k_cache: Tensor
+    """[pages, PAGE_SIZE, Hkv, D]."""
+    v_cache: Tensor
+    page_table: Tensor
+    token_rows: Tensor
+    positions: Tensor
+
+
+class Requests(NamedTuple):
+    """The requests of a step, as kernels take them; fields as in `AttentionBatch`."""
+
+    req_rows: Tensor
+    seq_lens: Tensor
+    query_starts: Tensor
+    query_lens: Tensor
+
+
+class HeadPreparation(NamedTuple):
+    """Norm and rotation of one layer's heads, between their projection and attention."""
+
+    rotary: Tensor
+    """float32 [positions, D]: cos of the D/2 angles of each position, then their sin."""
+
+    q_norm: Tensor | None = None
+    """[D]: weight of the norm of each query head; None: no norm, neither of queries nor of keys."""
+
+    k_norm: Tensor | None = None
+    """[D]: of each key head."""
+
+    eps: float = 1e-6
+    """Of both norms."""
 
 
 @dataclass(frozen=True)

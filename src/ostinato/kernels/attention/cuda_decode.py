@@ -12,9 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..cuda.compiled import ColdCudaError, CudaKernel, cuda_kernel, is_supported
 from ..gpu import gpu_of
 from ..on_chip_memory import AS_IT_IS
-from .batch import PAGE_SIZE
-from .decode_tiles import CUDA_MAX_TOKENS, CudaDecodeTile, cuda_decode_tile
-from .heads import HeadPreparation
+from .batch import PAGE_SIZE, HeadPreparation, PagedTokens
+from .choice import CUDA_MAX_TOKENS, CudaDecodeTile, cuda_decode_tile
 from .triton_tiles import LOG2_E
 
 _MAX_GROUP = 16
@@ -63,11 +62,7 @@ def most_queries(
 def attend_tokens(
     qkv: Tensor,
     heads: HeadPreparation,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
+    tokens: PagedTokens,
     num_heads: int,
     scale: float,
     sliding_window: int,
@@ -80,6 +75,7 @@ def attend_tokens(
     `AttentionBatch.equal_places`.
     """
     assert num_queries == 1 or query_lens is not None
+    k_cache, v_cache, page_table, token_rows, positions = tokens
     num_requests, num_kv_heads, head_dim = qkv.size(-2) // num_queries, k_cache.size(2), k_cache.size(3)
     group = num_heads // num_kv_heads
     gpu = gpu_of(qkv.device)

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..cuda.compiled import CudaKernel, TileMap, cuda_kernel, has_warpgroup_products
 from ..gpu import gpu_of
 from ..host_sizes import cdiv
-from .batch import PAGE_SIZE
+from .batch import PAGE_SIZE, PagedTokens, Requests
+from .choice import request_block_of
 from .cuda_decode import counters_of
-from .query_tiles import request_block_of
 from .triton_tiles import LOG2_E
 
 THREADS = 384
@@ -49,19 +49,15 @@ def fits(q: Tensor, k_cache: Tensor, num_requests: int) -> bool:
 
 def attend_queries(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    req_rows: Tensor,
-    seq_lens: Tensor,
-    query_starts: Tensor,
-    query_lens: Tensor,
+    tokens: PagedTokens,
+    requests: Requests,
     scale: float,
     sliding_window: int,
 ) -> Tensor:
     """Attention of q [T, Hq, D], whose heads lie side by side."""
+    k_cache, v_cache, page_table, *_ = tokens
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, num_requests = k_cache.size(2), req_rows.size(0)
+    num_kv_heads, num_requests = k_cache.size(2), requests.req_rows.size(0)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kernel, keys, shared_bytes = prompt_kernel(num_heads, num_kv_heads, head_dim, num_requests, q.dtype)
     queries = _ROWS * num_kv_heads // num_heads
@@ -75,10 +71,7 @@ def attend_queries(
             out,
             counters_of(k_cache),
             page_table,
-            req_rows,
-            seq_lens,
-            query_starts,
-            query_lens,
+            *requests,
             scale * LOG2_E,
             q.stride(0),
             page_table.stride(0),

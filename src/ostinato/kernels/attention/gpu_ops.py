@@ -22,8 +22,7 @@ from ..custom_op import custom_op
 from ..dependent_launch import INTERPRETED
 from ..linear.products import joined
 from . import cuda_decode, cuda_queries, triton_decode, triton_heads, triton_queries
-from .batch import AttentionBatch, HostLengths
-from .heads import HeadPreparation
+from .batch import AttentionBatch, HeadPreparation, HostLengths, PagedTokens, Requests
 
 __all__ = ["INTERPRETED", "attend", "attend_eager", "attend_qkv", "keep_beside", "most_places", "store_qkv"]
 
@@ -36,18 +35,16 @@ def keep_beside(k_cache: Tensor) -> None:
         cuda_decode.counters_of(k_cache)
 
 
-@custom_op("attend_tokens", mutates_args=("k_cache", "v_cache"))
+def _empty_attention(qkv: Tensor, tokens: PagedTokens, num_heads: int) -> Tensor:
+    """Allocates [T, Hq, D]."""
+    return tokens.k_cache.new_empty(qkv.size(-2), num_heads, tokens.k_cache.size(3))
+
+
+@custom_op("attend_tokens", mutates_args=("k_cache", "v_cache"), result=_empty_attention)
 def attend_tokens(
     qkv: Tensor,
-    rotary: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
+    heads: HeadPreparation,
+    tokens: PagedTokens,
     prefix_lens: Tensor | None,
     num_heads: int,
     scale: float,
@@ -56,38 +53,21 @@ def attend_tokens(
 ) -> Tensor:
     """Norm, rotation, KV write and attention of single tokens, from qkv [T, (Hq + 2 Hkv) * D].
 
-    Or from float32 [parts, T, (Hq + 2 Hkv) * D] whose sum it is. With `prefix_lens` all requests begin with
+    Or from float32 split-K partials [parts, T, (Hq + 2 Hkv) * D]. With `prefix_lens` all requests begin with
     the same `prefix_lens[row]` positions.
     """
-    heads = HeadPreparation(rotary, q_norm, k_norm, eps)
-    tokens = (k_cache, v_cache, page_table, token_rows, positions)
-    if prefix_lens is None and cuda_decode.serves(qkv, heads, k_cache, num_heads):
-        return cuda_decode.attend_tokens(qkv, heads, *tokens, num_heads, scale, sliding_window)
-    whole = joined(qkv, k_cache.dtype)
+    if prefix_lens is None and cuda_decode.serves(qkv, heads, tokens.k_cache, num_heads):
+        return cuda_decode.attend_tokens(qkv, heads, tokens, num_heads, scale, sliding_window)
+    whole = joined(qkv, tokens.k_cache.dtype)
     limits = (sliding_window, max_context)
-    return triton_decode.attend_tokens(whole, heads, *tokens, prefix_lens, num_heads, scale, *limits)
+    return triton_decode.attend_tokens(whole, heads, tokens, prefix_lens, num_heads, scale, *limits)
 
 
-@attend_tokens.register_fake
-def _(qkv: Tensor, *others: object) -> Tensor:
-    k_cache, num_heads = others[4], others[10]
-    assert isinstance(k_cache, Tensor)
-    assert isinstance(num_heads, int)
-    return k_cache.new_empty(qkv.size(-2), num_heads, k_cache.size(3))
-
-
-@custom_op("attend_few_tokens", mutates_args=("k_cache", "v_cache"))
+@custom_op("attend_few_tokens", mutates_args=("k_cache", "v_cache"), result=_empty_attention)
 def attend_few_tokens(
     qkv: Tensor,
-    rotary: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
+    heads: HeadPreparation,
+    tokens: PagedTokens,
     query_lens: Tensor,
     num_heads: int,
     scale: float,
@@ -95,33 +75,16 @@ def attend_few_tokens(
     num_queries: int,
 ) -> Tensor:
     """`attend_tokens` of requests with `num_queries` places each, the first `query_lens` of them in use."""
-    heads = HeadPreparation(rotary, q_norm, k_norm, eps)
-    tokens = (k_cache, v_cache, page_table, token_rows, positions)
     return cuda_decode.attend_tokens(
-        qkv, heads, *tokens, num_heads, scale, sliding_window, query_lens, num_queries
+        qkv, heads, tokens, num_heads, scale, sliding_window, query_lens, num_queries
     )
 
 
-@attend_few_tokens.register_fake
-def _(qkv: Tensor, *others: object) -> Tensor:
-    k_cache, num_heads = others[4], others[10]
-    assert isinstance(k_cache, Tensor)
-    assert isinstance(num_heads, int)
-    return k_cache.new_empty(qkv.size(-2), num_heads, k_cache.size(3))
-
-
-@custom_op("attend_queries")
+@custom_op("attend_queries", result=lambda q: torch.empty(q.shape, dtype=q.dtype, device=q.device))
 def attend_queries(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
-    req_rows: Tensor,
-    seq_lens: Tensor,
-    query_starts: Tensor,
-    query_lens: Tensor,
+    tokens: PagedTokens,
+    requests: Requests,
     scale: float,
     sliding_window: int,
     max_query_len: int,
@@ -130,47 +93,22 @@ def attend_queries(
     """Attention of q [T, Hq, D], any number of tokens per request, the step's KV already written."""
     # Heads of a token have to lie side by side; tokens may have gaps between them.
     q = q if q.stride(2) == 1 and q.stride(1) == q.size(2) else q.contiguous()
-    tokens = (page_table, token_rows, positions)
-    requests = (req_rows, seq_lens, query_starts, query_lens)
-    limits = (sliding_window, max_query_len, max_context)
-    if cuda_queries.serves(q, k_cache, req_rows.size(0)) and not triton_queries.cuts(
-        q, k_cache, req_rows.size(0), *limits
+    limits, num_requests = (sliding_window, max_query_len, max_context), requests.req_rows.size(0)
+    if cuda_queries.serves(q, tokens.k_cache, num_requests) and not triton_queries.cuts(
+        q, tokens.k_cache, num_requests, *limits
     ):
-        return cuda_queries.attend_queries(q, k_cache, v_cache, page_table, *requests, scale, sliding_window)
-    return triton_queries.attend_queries(q, k_cache, v_cache, *tokens, *requests, scale, *limits)
+        return cuda_queries.attend_queries(q, tokens, requests, scale, sliding_window)
+    return triton_queries.attend_queries(q, tokens, requests, scale, *limits)
 
 
-@attend_queries.register_fake
-def _(q: Tensor, *others: object) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-@custom_op("prepare_heads", mutates_args=("k_cache", "v_cache"))
-def prepare_heads(
-    qkv: Tensor,
-    rotary: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
-    num_heads: int,
-) -> Tensor:
+@custom_op(
+    "prepare_heads",
+    mutates_args=("k_cache", "v_cache"),
+    result=lambda qkv, tokens, num_heads: qkv.new_empty(qkv.size(0), num_heads, tokens.k_cache.size(3)),
+)
+def prepare_heads(qkv: Tensor, heads: HeadPreparation, tokens: PagedTokens, num_heads: int) -> Tensor:
     """Norm, rotation and KV write: qkv [T, (Hq + 2 Hkv) * D] to q [T, Hq, D], k and v into the caches."""
-    heads = HeadPreparation(rotary, q_norm, k_norm, eps)
-    tokens = (k_cache, v_cache, page_table, token_rows, positions)
-    return triton_heads.prepare_heads(qkv, heads, *tokens, num_heads)
-
-
-@prepare_heads.register_fake
-def _(qkv: Tensor, *others: object) -> Tensor:
-    k_cache, num_heads = others[4], others[9]
-    assert isinstance(k_cache, Tensor)
-    assert isinstance(num_heads, int)
-    return qkv.new_empty(qkv.size(0), num_heads, k_cache.size(3))
+    return triton_heads.prepare_heads(qkv, heads, tokens, num_heads)
 
 
 def attend(
@@ -183,10 +121,8 @@ def attend(
     sliding_window: int | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over the cache, for any batch, in a graph or out of it."""
-    tokens = (batch.page_table, batch.token_rows, batch.positions)
-    requests = (batch.req_rows, batch.seq_lens, batch.query_starts, batch.query_lens)
     limits = (sliding_window or 0, batch.max_query_len, batch.max_context)
-    return attend_queries(q, k_cache, v_cache, *tokens, *requests, scale, *limits)
+    return attend_queries(q, batch.paged(k_cache, v_cache), batch.requests, scale, *limits)
 
 
 def attend_eager(
@@ -218,12 +154,11 @@ def attend_qkv(
 
     They may be in parts, as `products.linear_in_parts` returns them.
     """
-    prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)
-    tokens = (k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions)
+    tokens = batch.paged(k_cache, v_cache)
     each = batch.max_query_len
     if each > 1 and batch.equal_places and cuda_decode.serves(qkv, heads, k_cache, num_heads, each):
         limits = (sliding_window or 0, each)
-        return attend_few_tokens(qkv, *prepared, *tokens, batch.query_lens, num_heads, scale, *limits)
+        return attend_few_tokens(qkv, heads, tokens, batch.query_lens, num_heads, scale, *limits)
     if each > 1:
         qkv = joined(qkv, k_cache.dtype)
     if qkv.stride(-1) != 1:
@@ -231,8 +166,8 @@ def attend_qkv(
     if each == 1:
         prefix_lens = batch.prefix_lens_for(sliding_window)
         limits = (sliding_window or 0, batch.max_context)
-        return attend_tokens(qkv, *prepared, *tokens, prefix_lens, num_heads, scale, *limits)
-    q = prepare_heads(qkv, *prepared, *tokens, num_heads)
+        return attend_tokens(qkv, heads, tokens, prefix_lens, num_heads, scale, *limits)
+    q = prepare_heads(qkv, heads, tokens, num_heads)
     return attend(q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window)
 
 
@@ -249,6 +184,4 @@ def store_qkv(
     qkv = joined(qkv, k_cache.dtype)
     if qkv.stride(-1) != 1:
         qkv = qkv.contiguous()
-    prepared = (heads.rotary, heads.q_norm, heads.k_norm, heads.eps)
-    tokens = (k_cache, v_cache, batch.page_table, batch.token_rows, batch.positions)
-    prepare_heads(qkv, *prepared, *tokens, num_heads)
+    prepare_heads(qkv, heads, batch.paged(k_cache, v_cache), num_heads)

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch import PAGE_SIZE, AttentionBatch, HostLengths
-from .heads import HeadPreparation
+from .batch import PAGE_SIZE, AttentionBatch, HeadPreparation, HostLengths
 
 # Elements of gathered K, or of scores, in one piece of work: 16 MB in float32, to stay near the caches.
 _PIECE_ELEMENTS = 1 << 22

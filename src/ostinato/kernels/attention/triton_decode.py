@@ -33,9 +33,8 @@ from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
 from ..gpu import gpu_of
 from ..host_sizes import next_power_of_2
-from .batch import PAGE_SIZE
-from .decode_tiles import decode_tile, num_splits_of, prefix_splits_of, prefix_tile
-from .heads import HeadPreparation
+from .batch import PAGE_SIZE, HeadPreparation, PagedTokens
+from .choice import decode_tile, num_splits_of, prefix_splits_of, prefix_tile
 from .triton_prefix import attend_prefix, prefix_range
 from .triton_tiles import (
     INDEX_BUFFERS,
@@ -256,11 +255,7 @@ def _join(
 def attend_tokens(
     qkv: Tensor,
     heads: HeadPreparation,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
+    tokens: PagedTokens,
     prefix_lens: Tensor | None,
     num_heads: int,
     scale: float,
@@ -268,6 +263,7 @@ def attend_tokens(
     max_context: int,
 ) -> Tensor:
     """Attention [T, Hq, D] of tokens whose QKV projection is `qkv`, their keys and values stored."""
+    k_cache, v_cache, page_table, token_rows, positions = tokens
     num_tokens, num_kv_heads, head_dim = qkv.size(0), k_cache.size(2), k_cache.size(3)
     out = qkv.new_empty(num_tokens, num_heads, head_dim)
     if not num_tokens:
@@ -287,7 +283,6 @@ def attend_tokens(
         partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=qkv.device)
         partial_lse = torch.empty(sizes, dtype=torch.float32, device=qkv.device)
     queries = torch.empty_like(out) if has_prefix else out
-    tokens = (page_table, token_rows, positions)
     lens = token_rows if prefix_lens is None else prefix_lens
     overlapping = dependent_launch.options(qkv.device)
     _decode[(num_kv_heads * splits, num_tokens)](
@@ -301,7 +296,9 @@ def attend_tokens(
         queries,
         partial,
         partial_lse,
-        *tokens,
+        page_table,
+        token_rows,
+        positions,
         lens,
         scale * LOG2_E,
         heads.eps,

@@ -16,8 +16,7 @@ from torch import Tensor
 from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv, next_power_of_2
-from .batch import PAGE_SIZE
-from .heads import HeadPreparation
+from .batch import PAGE_SIZE, HeadPreparation, PagedTokens
 from .triton_tiles import INDEX_BUFFERS
 
 _TOKENS_AT_A_TIME = 4
@@ -103,14 +102,11 @@ def _prepare_heads(
 def prepare_heads(
     qkv: Tensor,
     heads: HeadPreparation,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
+    tokens: PagedTokens,
     num_heads: int,
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) * D] to queries [T, Hq, D], keys and values into the caches."""
+    k_cache, v_cache, page_table, token_rows, positions = tokens
     num_tokens, num_kv_heads, head_dim = qkv.size(0), k_cache.size(2), k_cache.size(3)
     q_out = qkv.new_empty(num_tokens, num_heads, head_dim)
     if not num_tokens:

@@ -17,7 +17,7 @@ from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv, next_power_of_2
 from .batch import PAGE_SIZE
-from .decode_tiles import PrefixTile
+from .choice import PrefixTile
 from .triton_tiles import INDEX_BUFFERS, LOG2_E, attend_to_keys
 
 

@@ -32,8 +32,8 @@ from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
 from ..gpu import gpu_of
 from ..host_sizes import cdiv, next_power_of_2
-from .batch import PAGE_SIZE
-from .query_tiles import Chunks, Queries, QueryTile, request_block_of
+from .batch import PAGE_SIZE, PagedTokens, Requests
+from .choice import Chunks, Queries, QueryTile, request_block_of
 from .triton_tiles import INDEX_BUFFERS, LOG2_E, PARTS_AT_A_TIME, attend_to_keys, fold_parts
 
 REQUEST_BUFFERS = ("req_rows", "seq_lens", "query_starts", "query_lens")
@@ -312,28 +312,21 @@ def _divided(
 
 def attend_queries(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
-    req_rows: Tensor,
-    seq_lens: Tensor,
-    query_starts: Tensor,
-    query_lens: Tensor,
+    tokens: PagedTokens,
+    requests: Requests,
     scale: float,
     sliding_window: int,
     max_query_len: int,
     max_context: int,
 ) -> Tensor:
     """Attention of q [T, Hq, D], whose heads lie side by side."""
+    k_cache, v_cache, page_table, token_rows, positions = tokens
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, num_requests = k_cache.size(2), req_rows.size(0)
+    num_kv_heads, num_requests = k_cache.size(2), requests.req_rows.size(0)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
     tile, chunks = _divided(q, k_cache, num_requests, sliding_window, max_query_len, max_context)
-    requests = (page_table, req_rows, seq_lens, query_starts, query_lens)
     strides = (q.stride(0), page_table.stride(0))
     constants = {
         "num_heads": num_heads,
@@ -351,7 +344,7 @@ def attend_queries(
         grid = (num_kv_heads, cdiv(num_tokens, tile.query_block) + num_requests)
         counts = (num_tokens, num_requests)
         _attend_whole[grid](
-            q, k_cache, v_cache, out, *requests, scale * LOG2_E, *counts, *strides, **constants
+            q, k_cache, v_cache, out, page_table, *requests, scale * LOG2_E, *counts, *strides, **constants
         )
         return out
     partial = q.new_empty(num_tokens, num_heads, chunks.parts, head_dim, dtype=torch.float32)
@@ -365,6 +358,7 @@ def attend_queries(
         out,
         partial,
         partial_lse,
+        page_table,
         *requests,
         scale * LOG2_E,
         *counts,

@@ -1,17 +1,22 @@
 """A kernel in CUDA C++ from source to launch: compiled by NVRTC, kept on disk, launched on torch's stream.
 
-The sources lie beside this file. They include nothing else, so that NVRTC needs no headers of a toolkit, and
-get their constants as macros. Compiled kernels are kept in Triton's cache folder, beside Triton's own.
+The sources lie in the folders of their operations; beside this file are `device.cuh` and `warpgroup.cuh`,
+which alone have PTX. They include nothing else, so that NVRTC needs no headers of a toolkit, and get their
+constants as macros. Names of files are unique.
+
+Compiled kernels are kept in Triton's cache folder, beside Triton's own: code, then a checksum, so that no
+file is loaded that is cut off, changed or another's.
 
 Registers, shared memory and spills of a kernel, on any machine with NVRTC:
 
-    python -m ostinato.kernels.cuda.compiled fragments.cu ROWS=8 ...
+    python -m ostinato.kernels.cuda.compiled few_tokens.cu ROWS=8 ...
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import re
 import struct
@@ -19,7 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,10 +34,14 @@ import torch
 from torch import Tensor
 
 from ..on_chip_memory import ALL_SHARED, prefer
-from . import kept_code
 
-_FOLDER = Path(__file__).parent
+logger = logging.getLogger("ostinato.kernels")
+
+_FOLDER = Path(__file__).parents[1]
+"""Of all operations."""
 _MAX_STATIC_SHARED = 48 << 10
+_KEPT_FORMAT = "code, then SHA-256 of key and code"
+"""Belongs to the key, so that files of another format have other names."""
 _UNROLLED = {"prompt_attention.cu": 4}
 """Sources whose characters take so many times as long to compile as those of others: 42 to 66 microseconds
 each for attention of prompts, 11 to 22 for products and decode attention."""
@@ -174,14 +183,14 @@ class CudaKernel:
 
     def compile(self, capability: tuple[int, int]) -> bytes:
         """Machine code for GPUs of this compute capability; from disk if it was compiled before."""
-        source = (_FOLDER / self._file).read_text()
+        code_of_file = source(self._file)
         options = _options(capability, self._constants)
-        key = "\n".join([kept_code.FORMAT, _nvrtc_version(), *options, *_headers().values(), source])
+        key = "\n".join([_KEPT_FORMAT, _nvrtc_version(), *options, *_headers().values(), code_of_file])
         kept = _cache_folder() / f"{Path(self._file).stem}-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
-        code = kept_code.read(kept, key)
+        code = _read_kept(kept, key)
         if code is None:
-            code, _ = _compile(source, self._file, options)
-            kept_code.keep(kept, key, code)
+            code, _ = _compile(code_of_file, self._file, options)
+            _keep(kept, key, code)
         return code
 
 
@@ -301,6 +310,36 @@ def _launch_config(
     return config
 
 
+def _read_kept(file: Path, key: str) -> bytes | None:
+    """What was kept for this key; None if nothing was, or something else is there."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    code, found = content[:-32], content[-32:]
+    if code and found == _checksum(key, code):
+        return code
+    logger.warning("%s is damaged: the kernel is compiled again", file)
+    return None
+
+
+def _keep(file: Path, key: str, code: bytes) -> None:
+    """Write it down; a folder that cannot be written to only costs time at the next start."""
+    # Several processes may compile at once: a file appears with all its bytes or not at all.
+    new = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(code + _checksum(key, code))
+        os.replace(new, file)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+
+
+def _checksum(key: str, code: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + code).digest()
+
+
 def _options(capability: tuple[int, int], constants: dict[str, int]) -> list[str]:
     major, minor = capability
     macros = [f"-D{name}={int(value)}" for name, value in sorted(constants.items())]
@@ -353,7 +392,17 @@ def _nvrtc_version() -> str:
 
 def _headers() -> dict[str, str]:
     """The text of all files that a source may include."""
-    return {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
+    return {path.name: path.read_text() for path in sorted(_FOLDER.rglob("*.cuh"))}
+
+
+def source(file: str) -> str:
+    """Returns the text of a source: by its name, wherever it lies, or by an absolute path."""
+    if Path(file).is_absolute():
+        return Path(file).read_text()
+    found = list(_FOLDER.rglob(file))
+    if len(found) != 1:
+        raise CudaError(f"{file}: {len(found)} sources of this name in {_FOLDER}, there must be one")
+    return found[0].read_text()
 
 
 def _with_includes(file: str) -> dict[str, str]:
@@ -363,7 +412,7 @@ def _with_includes(file: str) -> dict[str, str]:
     while names:
         name = names.pop()
         if name not in texts:
-            texts[name] = (_FOLDER / name).read_text()
+            texts[name] = source(name)
             names += re.findall(r'^#include "(.+)"$', texts[name], re.MULTILINE)
     return texts
 
@@ -377,7 +426,7 @@ def _cache_folder() -> Path:
 def _main(file: str, *definitions: str) -> None:
     constants = {name: int(value) for name, value in (item.split("=") for item in definitions)}
     options = [*_options((9, 0), constants), "--ptxas-options=-v"]
-    code, said = _compile((_FOLDER / file).read_text(), file, options)
+    code, said = _compile(source(file), file, options)
     print(said)
     print(f"{len(code)} bytes")
 

@@ -14,9 +14,8 @@ import torch
 
 from ..cuda import compiled
 from ..gpu import Gpu, gpu_of
-from .kernel_table import KernelTable
-from .rules import HOPPER, gemv_tile, tile_by_rule
-from .table_file import load_table
+from .rules import gemv_tile, tile_by_rule
+from .tables import KernelTable, load_table
 from .tiles import FOR_HOPPER, IN_CUDA, Library, MatrixShape, Tile
 
 _FOLDER = Path(__file__).parent / "tables"
@@ -25,14 +24,14 @@ _asks_package = True
 
 
 def choose(shape: MatrixShape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """What runs a matrix of this shape; `library` is what runs any."""
+    """Returns the tile for a plain matrix of this shape; `Library` runs any."""
     return _found(*shape, num_tokens, dtype, device)
 
 
 def choose_for(
     matrix: torch.Tensor, gated: bool, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Tile:
-    """The same for a weight [rows, columns], both halves of a gated one in it: asked by every launch."""
+    """Returns the same for a weight [rows, columns], a gated one with both halves; every launch asks."""
     rows, columns = matrix.shape
     return _found(rows // 2 if gated else rows, columns, gated, num_tokens, dtype, device)
 
@@ -59,22 +58,17 @@ def _found(
 
 
 def _runs(tile: Tile, device: torch.device) -> bool:
-    """Whether a GPU has the instructions."""
+    """Tells whether a GPU has the instructions."""
     if isinstance(tile, FOR_HOPPER):
         return compiled.has_warpgroup_products(device)
     return not isinstance(tile, IN_CUDA) or compiled.is_supported(device)
 
 
 def fallbacks(device: torch.device) -> list[str]:
-    """What of this package's kernels, or of the table in use, does not run on a GPU, and why."""
+    """Returns which of this package's kernels, or of the table in use, do not run on a GPU, and why."""
     gpu, told = gpu_of(device), []
     if (reason := compiled.why_unsupported(device)) is not None:
         told.append(reason)
-    if gpu.capability != HOPPER:
-        told.append(
-            f"rules for two and more tokens were measured on sm_90 alone: on {gpu} cuBLAS runs what no table "
-            "has (`ostinato tune` makes one)"
-        )
     tiles = [choice.tile for choices in _given.choices.values() for choice in choices] if _given else []
     if left_out := sum(not _runs(tile, device) for tile in tiles):
         told.append(f"{left_out} of {len(tiles)} choices of the table do not run on {gpu}: rules decide")

@@ -5,24 +5,12 @@ from torch import Tensor
 
 from ..cuda.compiled import CudaKernel, TileMap, cuda_kernel
 from ..host_sizes import cdiv
-from ..lora.deltas import Shrunk
-from .cuda_layer import layer_shape, low_rank_operands
+from ..lora.low_rank import Shrunk
+from .cuda_few_tokens import low_rank_operands
 from .tiles import MatrixShape, WideTile
 
 _COLUMNS = 64
 """Of a box."""
-
-
-def shared_bytes(tile: WideTile, shape: MatrixShape, *, scaled: bool = False) -> int:
-    """As `sizeof(Shared)` there."""
-    rows = tile.rows * (2 if shape.gated else 1)
-    rings = (tile.weight_slots * rows + tile.token_slots * tile.tokens) * tile.columns * 2
-    owned = tile.owned
-    part = rows * (owned + (4 if owned % 8 == 0 else 0)) * 4
-    from_cluster = max((tile.slices - 1) * part, 16)
-    squares = (rows * 2 // owned + 1) * owned * 4 if scaled else 16
-    counts = (2 * (tile.weight_slots + tile.token_slots) + 1) * 8
-    return max(rings, tile.slices * part) + from_cluster + squares + counts
 
 
 def wide_kernel(
@@ -53,7 +41,7 @@ def wide_kernel(
         WEIGHT_SLOTS=tile.weight_slots,
         TOKEN_SLOTS=tile.token_slots,
         SLICES=tile.slices,
-        SHARED_BYTES=shared_bytes(tile, shape, scaled=scaled),
+        SHARED_BYTES=tile.shared_bytes(shape, norm=scaled),
     )
 
 
@@ -77,7 +65,7 @@ def launch_wide(
     results are added to `out`; the sums times this weight become `scaled`, their squares `new_squares`.
     `shrunk`: what adapters are to add to the product.
     """
-    shape, num_tokens = layer_shape(x, weight, out), x.size(0)
+    shape, num_tokens = MatrixShape(out.size(1), x.size(1), weight.size(0) == 2 * out.size(1)), x.size(0)
     is_scaled, is_added = squares is not None, norm_weight is not None
     kernel = wide_kernel(
         tile,
@@ -103,6 +91,6 @@ def launch_wide(
             shape.out_features,
             float(eps),
         ),
-        shared_bytes=shared_bytes(tile, shape, scaled=is_scaled),
+        shared_bytes=tile.shared_bytes(shape, norm=is_scaled),
         cluster=tile.slices,
     )

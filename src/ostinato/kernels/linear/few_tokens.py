@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import Operands
+from ..lora.low_rank import Operands
 from .choice import choose
 from .tiles import FUSED, MatrixShape
 from .weight import Weight, plain, tile_for
@@ -47,14 +47,13 @@ def project(
     """
     matrix = plain(weight, "a product with its neighbours")
     if isinstance(tile_for(x, weight, gated=gated), FUSED):
-        from . import triton_linear
+        from . import ops
+        from .cuda_few_tokens import FusedLayer
 
-        dtype = dtype or x.dtype
+        layer = FusedLayer(x, matrix, bias, norm_weight, eps, gated, residual, dtype or x.dtype)
         if adapted is None:
-            return triton_linear.project_few_tokens(x, matrix, bias, norm_weight, eps, gated, residual, dtype)
-        return triton_linear.project_few_adapted_tokens(
-            x, matrix, bias, norm_weight, eps, gated, residual, dtype, *Operands.of(adapted)
-        )
+            return ops.project_few_tokens(layer)
+        return ops.project_few_adapted_tokens(layer, Operands.of(adapted))
     return reference(
         x,
         matrix,

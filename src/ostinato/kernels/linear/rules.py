@@ -17,9 +17,10 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from ..gpu import Gpu
+from ..gpu import H200, Gpu
 from ..host_sizes import cdiv, next_power_of_2
-from . import cuda_fragments, cuda_prompt, cuda_streamed, cuda_wide
+from ..registry import PLAIN, Rule, formats_of, register, rule_for
+from . import cuda_prompt
 from .tiles import (
     MOST_REGISTERS,
     MOST_TOKENS,
@@ -67,13 +68,20 @@ _RESERVED_BYTES = 1 << 10
 """Of a multiprocessor's shared memory, for each program beside what the program asks for."""
 
 
-def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -> Tile:
-    """In bfloat16; `cuda`: whether kernels in CUDA C++ run there."""
-    cuda = cuda and gpu.capability == HOPPER
+def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool, format: str = PLAIN) -> Tile:
+    """Returns the tile of a matrix in bfloat16, or in a format; `cuda`: kernels in CUDA C++ run there."""
+    tile: Tile = rule_for("linear", format, gpu).choose(shape, num_tokens, gpu, cuda=cuda)
+    return tile
+
+
+def weight_formats() -> list[str]:
+    """Returns the formats of weights for which there are rules."""
+    return formats_of("linear")
+
+
+def _on_hopper(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -> Tile:
     if num_tokens == 1:
         return (_cuda_gemv(shape, gpu) if cuda else None) or gemv_tile(shape, gpu)
-    if gpu.capability != HOPPER:
-        return Library()
     is_head = shape.out_features >= _ROWS_OF_A_HEAD and not shape.gated
     tile: Tile | None = None
     if cuda and not is_head:
@@ -85,6 +93,15 @@ def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -
         elif num_tokens >= FEWEST_PROMPT_TOKENS:
             tile = _prompt(shape, num_tokens, gpu)
     return tile or _skinny(shape, num_tokens, gpu, is_head) or Library()
+
+
+def _elsewhere(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool) -> Tile:
+    return gemv_tile(shape, gpu) if num_tokens == 1 else Library()
+
+
+_ADVICE = "; cuBLAS runs two and more tokens of a matrix in no table (`ostinato tune` makes one)"
+register(Rule("linear", PLAIN, HOPPER, _on_hopper, (H200,), "; `ostinato tune` measures them"))
+register(Rule("linear", PLAIN, None, _elsewhere, (H200,), _ADVICE))
 
 
 def _prompt(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> PromptTile | None:
@@ -162,7 +179,7 @@ def _fragments(shape: MatrixShape, tokens: int, gpu: Gpu) -> FragmentsTile | Non
         if (
             tile.fits(shape)
             and gpu.multiprocessors <= 2 * programs <= 2 * gpu.multiprocessors
-            and cuda_fragments.shared_bytes(tile, shape, tokens, norm=True) <= 0.6 * gpu.shared_bytes
+            and tile.shared_bytes(shape, tokens, norm=True) <= 0.6 * gpu.shared_bytes
         ):
             found[tile] = programs
     return max(found, key=lambda tile: found[tile], default=None)
@@ -201,7 +218,7 @@ def _streamed_in(shape: MatrixShape, tokens: int, gpu: Gpu, ways: int) -> Iterat
             and beside <= cdiv(programs, gpu.multiprocessors)
             and tile.num_warps(shape) in range(4, 17)
             and 4 * programs >= 3 * gpu.multiprocessors
-            and cuda_streamed.shared_bytes(tile, shape, tokens, norm=True) <= room(gpu, beside)
+            and tile.shared_bytes(shape, tokens, norm=True) <= room(gpu, beside)
         ):
             yield tile
 
@@ -240,7 +257,7 @@ def wide_with_most_slots(tile: WideTile, shape: MatrixShape, room: int) -> WideT
     steps = shape.in_features // (tile.slices * tile.columns)
     for slots in range(min(steps, _MOST_WIDE_COLUMNS // tile.columns), 1, -1):
         other = replace(tile, weight_slots=slots, token_slots=slots)
-        if other.fits(shape) and cuda_wide.shared_bytes(other, shape, scaled=True) <= room:
+        if other.fits(shape) and other.shared_bytes(shape, norm=True) <= room:
             return other
     return None
 

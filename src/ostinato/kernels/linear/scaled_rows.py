@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from .. import lora
 from ..lora import Adapted
-from ..lora.deltas import Operands
-from ..squares import SQUARES_TOGETHER
+from ..lora.low_rank import Operands
+from ..norms import SQUARES_TOGETHER
 from .choice import choose
 from .tiles import MatrixShape, WideTile
 from .weight import Weight, plain
@@ -46,7 +46,7 @@ def are_the_choice(
 def scale(rows: Tensor, norm_weight: Tensor) -> ScaledRows:
     """What no layer has left: rows [T, H] and what the first layer needs of its norm."""
     if rows.is_cuda:
-        from ..triton_rows import scale_rows
+        from ..norms.triton_rows import scale_rows
 
         return ScaledRows(rows, *scale_rows(rows, norm_weight))
     return _scaled(rows, norm_weight)
@@ -64,12 +64,12 @@ def project(
     """`norm(rows) @ weight.T + bias`, adapters included, gated if asked."""
     matrix = plain(weight, "a product of scaled rows")
     if x.rows.is_cuda:
-        from .cuda_scaled import project_scaled, project_scaled_adapted
+        from .ops import project_scaled, project_scaled_adapted
 
         if adapted is None:
             return project_scaled(x.scaled, x.squares, matrix, bias, eps, gated)
         adapters = Operands.of(adapted)
-        return project_scaled_adapted(x.scaled, x.squares, matrix, bias, eps, gated, *adapters)
+        return project_scaled_adapted(x.scaled, x.squares, matrix, bias, eps, gated, adapters)
     factor = (x.squares.sum(0) / x.rows.size(1) + eps).rsqrt()
     y = functional.linear(x.scaled, matrix)
     if adapted is not None:
@@ -94,13 +94,13 @@ def add_projected(
     the same memory."""
     matrix = plain(weight, "a product that is added to rows")
     if x.is_cuda:
-        from .cuda_scaled import add_projected as add
-        from .cuda_scaled import add_projected_adapted as add_adapted
+        from .ops import add_projected as add
+        from .ops import add_projected_adapted as add_adapted
 
         if adapted is None:
             return ScaledRows(to.rows, *add(x, matrix, bias, to.rows, norm_weight))
         adapters = Operands.of(adapted)
-        return ScaledRows(to.rows, *add_adapted(x, matrix, bias, to.rows, norm_weight, *adapters))
+        return ScaledRows(to.rows, *add_adapted(x, matrix, bias, to.rows, norm_weight, adapters))
     product = functional.linear(x, matrix, bias)
     if adapted is not None:
         lora.add(x, product, *adapted)

@@ -99,6 +99,17 @@ class FragmentsTile:
         """Tokens that it is compiled for; there are never more."""
         return 8 if num_tokens <= 8 else 16
 
+    def shared_bytes(self, shape: MatrixShape, num_tokens: int, *, norm: bool) -> int:
+        """Returns `sizeof(Shared)` of `few_tokens.cu`."""
+        tokens = self.compiled_tokens(num_tokens)
+        rows = self.rows * (2 if shape.gated else 1)
+        steps = shape.in_features // self.slices // self.num_warps // 32
+        staged = max(1, (rows // 8 - self.held + norm) * steps) * self.num_warps * 32
+        padding = 4 if tokens == 8 else 8 if rows % 16 == 0 else 0
+        parts = self.num_warps * tokens * (rows + padding + 1)
+        from_cluster = rows if self.slices > 1 else 4
+        return staged * 16 + (parts + tokens * from_cluster + self.slices * tokens) * 4 + 16
+
     def fits(self, shape: MatrixShape) -> bool:
         """Whether the matrix can be divided like that."""
         per_warp, rest = divmod(shape.in_features, self.slices * self.num_warps)
@@ -144,6 +155,21 @@ class StreamedTile:
         """Tokens that it is compiled for; there are never more."""
         return 8 if num_tokens <= 8 else 16
 
+    def shared_bytes(self, shape: MatrixShape, num_tokens: int, *, norm: bool) -> int:
+        """Returns `sizeof(Shared)` of `few_tokens.cu`, `STREAMED`."""
+        tokens, warps, halves = (
+            self.compiled_tokens(num_tokens),
+            self.num_warps(shape),
+            2 if shape.gated else 1,
+        )
+        weights = self.ahead * 2 * warps * 32 * 16
+        parts = self.shares * tokens * (warps // self.shares * 16 + 4) * 4
+        norm_weight = (shape.in_features // self.slices if norm else 8) * 2
+        chunks = self.slots * self.shares * tokens * (self.chunk + 32) * 2
+        from_cluster = tokens * (halves * self.rows if self.slices > 1 else 4) * 4
+        sums = (warps * 32 + tokens * (self.slices + 1)) * 4
+        return max(weights, -(-parts // 16) * 16) + norm_weight + chunks + from_cluster + sums + 16
+
     def fits(self, shape: MatrixShape) -> bool:
         """Whether the matrix can be divided like that."""
         warps = self.num_warps(shape)
@@ -185,6 +211,16 @@ class WideTile:
     def num_threads(self, shape: MatrixShape) -> int:
         """Of a program: those that multiply, and a warp that fetches."""
         return self.rows * (2 if shape.gated else 1) * 2 + 32
+
+    def shared_bytes(self, shape: MatrixShape, num_tokens: int = 0, *, norm: bool) -> int:
+        """Returns `sizeof(Shared)` of `wide.cu`, which is the same for any number of tokens."""
+        rows = self.rows * (2 if shape.gated else 1)
+        rings = (self.weight_slots * rows + self.token_slots * self.tokens) * self.columns * 2
+        part = rows * (self.owned + (4 if self.owned % 8 == 0 else 0)) * 4
+        from_cluster = max((self.slices - 1) * part, 16)
+        squares = (rows * 2 // self.owned + 1) * self.owned * 4 if norm else 16
+        counts = (2 * (self.weight_slots + self.token_slots) + 1) * 8
+        return max(rings, self.slices * part) + from_cluster + squares + counts
 
     def fits(self, shape: MatrixShape) -> bool:
         """Whether the matrix can be divided like that."""

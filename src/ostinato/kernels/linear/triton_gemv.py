@@ -12,8 +12,15 @@ Where the token has an adapter (`adapted`), what that adds is there already, and
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
+from ..host_sizes import cdiv
+from ..lora.low_rank import Deltas
+from ..on_chip_memory import prefer_l1
+from .cuda_few_tokens import FusedLayer
+from .tiles import GemvTile
 
 
 @triton.jit
@@ -105,3 +112,31 @@ def _gemv(
     if has_residual:
         y += tl.load(residual + n, mask=in_rows, other=0.0).to(tl.float32)
     tl.store(out + n, y.to(out.dtype.element_ty), in_rows)
+
+
+def launch_triton_gemv(layer: FusedLayer, out: Tensor, tile: GemvTile, deltas: Deltas | None = None) -> None:
+    """Queues the kernel for one token; operands are dense."""
+    x, weight, bias, norm_weight, eps, gated, residual, _ = layer
+    launched = _gemv[(cdiv(out.size(1), tile.rows),)](
+        x,
+        x if norm_weight is None else norm_weight,
+        weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        eps,
+        *(deltas or (x, x)),
+        out_features=out.size(1),
+        in_features=x.size(1),
+        norm=norm_weight is not None,
+        gated=gated,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        rows=tile.rows,
+        block=tile.block,
+        adapted=deltas is not None,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+        **dependent_launch.options(x.device),
+    )
+    prefer_l1(launched)

@@ -20,8 +20,16 @@ What a token has in the columns of others is zero.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from .. import dependent_launch
 from ..dependent_launch import wait_for_previous
+from ..host_sizes import cdiv
+from ..lora.low_rank import Shrunk
+from .tiles import SkinnyTile
+
+MOST_SLOTS_AS_COLUMNS = 16
+"""`_count_of_slots` counts so many; with more adapters in a batch, one after the other is faster."""
 
 
 @triton.jit
@@ -299,3 +307,47 @@ def _skinny(
         y = acc / (1.0 + tl.exp(-acc)) * acc_up
     target = (part * num_tokens + token).to(tl.int64)[:, None] * out_features + n[None, :]
     tl.store(out + target, y.to(out.dtype.element_ty), real & in_rows[None, :])
+
+
+def launch_skinny(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    tile: SkinnyTile,
+    shrunk: Shrunk | None = None,
+) -> None:
+    """Queues the kernel; operands are dense. `out` has split-K partials if the tile has parts."""
+    assert shrunk is None or (gated and shrunk.of.second == out.size(-1)), (
+        "adapters add to the halves of a gate"
+    )
+    of = shrunk and shrunk.of
+    num_tokens, in_features = x.shape
+    out_features = out.size(-1)
+    grid = (cdiv(num_tokens, tile.tokens), cdiv(out_features, tile.rows), tile.parts)
+    _skinny[grid](
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        *((shrunk.sums, of.b, of.ranks, of.slots, of.blocks) if shrunk and of else (x,) * 5),
+        of.blocks.size(1) if of else 0,
+        num_tokens,
+        out_features=out_features,
+        in_features=in_features,
+        gated=gated,
+        has_bias=bias is not None,
+        tokens=tile.tokens,
+        rows=tile.rows,
+        block=tile.block,
+        parts=tile.parts,
+        adapted=shrunk is not None,
+        as_columns=of is not None and of.b.size(0) <= MOST_SLOTS_AS_COLUMNS,
+        room=of.b.size(2) if of else 0,
+        splits=shrunk.sums.size(0) if shrunk else 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+        **dependent_launch.options(x.device),
+    )

@@ -8,18 +8,12 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from ..registry import PLAIN, FormatError
 from .choice import choose_for
 from .tiles import Library, Tile
 
 ShardDim = Literal[0, 1] | None
 """Which dimension tensor parallelism splits: 0 by output, 1 by input, None not at all."""
-
-PLAIN = "plain"
-"""One tensor in the type of the model."""
-
-
-class WeightFormatError(ValueError):
-    """A weight is stored in a way that a kernel cannot take."""
 
 
 class Weight(NamedTuple):
@@ -36,15 +30,15 @@ class Weight(NamedTuple):
 
 
 def plain(weight: Weight, taker: str) -> Tensor:
-    """The matrix of a weight that is stored as it is; `taker` can take no other."""
+    """Returns the matrix of a weight in the plain format; `taker` can take no other."""
     if weight.format != PLAIN:
-        raise WeightFormatError(
+        raise FormatError(
             f"{taker} cannot take a weight of format {weight.format!r}; it takes those of format {PLAIN!r}"
         )
     return weight.tensor
 
 
 def tile_for(x: Tensor, weight: Weight, *, gated: bool) -> Tile:
-    """What runs the product of rows x with a weight; on a CPU the library."""
+    """Returns the tile for the product of rows x with a weight; on a CPU that of the library."""
     matrix = plain(weight, "the kernel table")
     return choose_for(matrix, gated, x.size(0), x.dtype, x.device) if x.is_cuda else Library()

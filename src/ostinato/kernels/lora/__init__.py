@@ -1,12 +1,11 @@
-"""Adapters of low rank beside linear layers: many resident ones, any mix of them and of none in a step.
+"""LoRA beside linear layers: many resident adapters, any mix of them and of none in a step.
 
 `Stack` holds the matrices of one linear layer for all slots, `Rows` says which slot each token of a step has,
-`add` adds what the adapters make of a layer's input to its product.
+`add` adds the adapters' part to a layer's product.
 """
 
-from .adapters import Adapted, Adapters, adapted_by
+from .adapter_rows import NO_ADAPTER, Adapted, Adapters, Rows, adapted_by
 from .low_rank import add
-from .rows import NO_ADAPTER, Rows
 from .stack import LowRank, Stack, StackError
 
 __all__ = [

@@ -1,5 +1,7 @@
 """Launches `cuda/one_token.cu`: what an adapter adds for one token, in one kernel."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -54,18 +56,29 @@ def one_token_kernel(
     )
 
 
-def launch_one_token(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    slots: Tensor,
-    second: int,
-    third: int,
-    deltas: Tensor,
-) -> None:
-    """Queue the kernel; all operands dense, `deltas` float32 [1, out]."""
+class OneToken(NamedTuple):
+    """The operands of one token; x and the matrices are dense."""
+
+    x: Tensor
+    """[1, in]."""
+    norm_weight: Tensor | None
+    """What x is multiplied with; None: nothing."""
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    slots: Tensor
+    second: int
+    """First row of the second part, or `out`."""
+    third: int
+
+    def empty_result(self) -> Tensor:
+        """Allocates float32 [1, out]."""
+        return self.x.new_empty(1, self.b.size(1), dtype=torch.float32)
+
+
+def launch_one_token(operands: OneToken, deltas: Tensor) -> None:
+    """Queues the kernel; `deltas` is float32 [1, out]."""
+    x, norm_weight, a, b, ranks, slots, second, third = operands
     norm = x if norm_weight is None else norm_weight
     assert x.size(0) == 1, "one token"
     pointers = x.data_ptr() | a.data_ptr() | b.data_ptr() | norm.data_ptr()
@@ -81,39 +94,9 @@ def launch_one_token(
     )
 
 
-@custom_op("lora_one_token")
-def one_token(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    slots: Tensor,
-    second: int,
-    third: int,
-) -> Tensor:
-    """float32 [1, out]: `b @ (a @ x)` of the token's slot, part by part; undefined without an adapter.
-
-    x is multiplied with `norm_weight` if that is given. `second`, `third`: the first rows of these parts.
-    """
-    deltas = _room(x, b)
-    launch_one_token(x, norm_weight, a, b, ranks, slots, second, third, deltas)
+@custom_op("lora_one_token", result=lambda operands: operands.empty_result())
+def one_token(operands: OneToken) -> Tensor:
+    """Returns `b @ (a @ x)` of the token's slot, part by part; undefined without an adapter."""
+    deltas = operands.empty_result()
+    launch_one_token(operands, deltas)
     return deltas
-
-
-@one_token.register_fake
-def _(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    slots: Tensor,
-    second: int,
-    third: int,
-) -> Tensor:
-    return _room(x, b)
-
-
-def _room(x: Tensor, b: Tensor) -> Tensor:
-    return x.new_empty(1, b.size(1), dtype=torch.float32)

@@ -7,7 +7,8 @@ from ..cuda import compiled
 from ..cuda.compiled import CudaKernel, cuda_kernel
 from ..custom_op import custom_op
 from ..host_sizes import cdiv
-from .division import tokens_together
+from .adapter_rows import ToShrink
+from .choice import tokens_together
 
 MOST_TOKENS = 256
 _RANKS, _WARPS = 8, 8
@@ -68,22 +69,9 @@ def shrink_kernel(
     )
 
 
-def launch_shrink(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    room: int,
-    ranks: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-    shrunk: Tensor,
-    *,
-    plain: bool = False,
-) -> None:
-    """Queue the kernel, as a plain launch if asked; `shrunk` is float32 [T, parts * room].
-
-    Rows x may lie apart, all else is dense.
-    """
+def launch_shrink(operands: ToShrink, shrunk: Tensor, *, plain: bool = False) -> None:
+    """Queues the kernel, as a plain launch if asked; `shrunk` is float32 [T, parts * room]."""
+    x, norm_weight, a, room, ranks, order, blocks = operands
     norm = x if norm_weight is None else norm_weight
     assert not (x.data_ptr() | a.data_ptr() | norm.data_ptr()) % 16, "16 bytes are loaded at a time"
     assert x.stride(1) == 1, "columns lie beside each other"
@@ -100,35 +88,14 @@ def launch_shrink(
     )
 
 
-@custom_op("lora_shrink_in_clusters")
-def shrink(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    room: int,
-    ranks: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-) -> Tensor:
-    """As `triton_shrink.shrink`; nothing is left to be added: float32 [1, T, parts * room]."""
-    shrunk = room_for_sums(x, a)
-    launch_shrink(x, norm_weight, a, room, ranks, order, blocks, shrunk)
+@custom_op("lora_shrink_in_clusters", result=lambda operands: room_for_sums(operands.x, operands.a))
+def shrink(operands: ToShrink) -> Tensor:
+    """Returns what `triton_shrink.shrink` does, added up by the cluster: float32 [1, T, parts * room]."""
+    shrunk = room_for_sums(operands.x, operands.a)
+    launch_shrink(operands, shrunk)
     return shrunk
 
 
-@shrink.register_fake
-def _(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    room: int,
-    ranks: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-) -> Tensor:
-    return room_for_sums(x, a)
-
-
 def room_for_sums(x: Tensor, a: Tensor) -> Tensor:
-    """For what `launch_shrink` leaves."""
+    """Allocates what `launch_shrink` fills."""
     return x.new_empty(1, x.size(0), a.size(1), dtype=torch.float32)

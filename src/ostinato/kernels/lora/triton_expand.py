@@ -14,7 +14,7 @@ from .. import dependent_launch
 from ..custom_op import custom_op
 from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv
-from .division import programs_for_blocks, tokens_together
+from .choice import programs_for_blocks, tokens_together
 from .stack import RANKS_TOGETHER
 from .triton_grouping import slot_and_rank, tokens_of
 
@@ -127,19 +127,3 @@ def expand(
         enable_fp_fusion=True,
         **dependent_launch.options(product.device, plain=plain),
     )
-
-
-@expand.register_fake
-def _(
-    shrunk: Tensor,
-    b: Tensor,
-    second: int,
-    third: int,
-    ranks: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-    product: Tensor,
-    is_new: bool,
-    plain: bool = False,
-) -> None:
-    return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..custom_op import custom_op
 from ..host_sizes import cdiv, next_power_of_2
-from .division import TOKENS_TO_COUNT, blocks_together
+from .choice import TOKENS_TO_COUNT, blocks_together
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _group(
     tl.store(blocks + 3 * num_blocks + block, found, in_grid)
 
 
-@custom_op("lora_group")
+@custom_op("lora_group", result=lambda slots, num_blocks: _room(slots, num_blocks))
 def group(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Tensor, Tensor]:
     """`Rows.order` and `Rows.blocks` from the slots of all tokens, blocks of `size` tokens at most."""
     order, blocks = _room(slots, num_blocks)
@@ -98,11 +98,6 @@ def group(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Te
         enable_fp_fusion=True,
     )
     return order, blocks
-
-
-@group.register_fake
-def _(slots: Tensor, num_slots: int, size: int, num_blocks: int) -> tuple[Tensor, Tensor]:
-    return _room(slots, num_blocks)
 
 
 def _room(slots: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:

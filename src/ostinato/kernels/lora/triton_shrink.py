@@ -19,7 +19,8 @@ from torch import Tensor
 from .. import dependent_launch
 from ..custom_op import custom_op
 from ..dependent_launch import wait_for_previous
-from .division import division, programs_for_blocks
+from .adapter_rows import ToShrink
+from .choice import division, programs_for_blocks
 from .stack import RANKS_TOGETHER
 from .triton_grouping import slot_and_rank, tokens_of
 
@@ -100,35 +101,17 @@ def _shrink(
         w = tl.load(weights, mask=(k < tl.where(first_rank < rank, in_features, 0))[None, :], other=0.0)
 
 
-@custom_op("lora_shrink")
-def shrink(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    room: int,
-    ranks: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-) -> Tensor:
-    """Rows x [T, in], dense or apart, times `norm_weight` if that is given, through `a` of their slots."""
-    shrunk = room_for_sums(x, a)
-    launch_shrink(x, norm_weight, a, room, ranks, order, blocks, shrunk)
+@custom_op("lora_shrink", result=lambda operands: room_for_sums(operands.x, operands.a))
+def shrink(operands: ToShrink) -> Tensor:
+    """Multiplies rows x [T, in], times `norm_weight` if that is given, with `a` of their slots."""
+    shrunk = room_for_sums(operands.x, operands.a)
+    launch_shrink(operands, shrunk)
     return shrunk
 
 
-def launch_shrink(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    room: int,
-    ranks: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-    shrunk: Tensor,
-    *,
-    plain: bool = False,
-) -> None:
-    """Queue the kernel, as a plain launch if asked."""
+def launch_shrink(operands: ToShrink, shrunk: Tensor, *, plain: bool = False) -> None:
+    """Queues the kernel, as a plain launch if asked."""
+    x, norm_weight, a, room, ranks, order, blocks = operands
     assert x.stride(1) == 1, "columns lie beside each other"
     how, num_blocks = division(*x.shape), blocks.size(1)
     programs = programs_for_blocks(x.size(0), a.size(0))
@@ -158,19 +141,6 @@ def launch_shrink(
     )
 
 
-@shrink.register_fake
-def _(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    a: Tensor,
-    room: int,
-    ranks: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-) -> Tensor:
-    return room_for_sums(x, a)
-
-
 def room_for_sums(x: Tensor, a: Tensor) -> Tensor:
-    """For what `launch_shrink` leaves."""
+    """Allocates what `launch_shrink` fills."""
     return x.new_empty(division(*x.shape).splits, x.size(0), a.size(1), dtype=torch.float32)

@@ -68,11 +68,6 @@ def _sample_asking(
     sample(logits, rows, places, Asked._make([*asked, generated]), lines, logprobs, has_filters)
 
 
-@_sample_asking.register_fake
-def _(*arguments: object) -> None:
-    return None
-
-
 def by_kernels(
     logits: Tensor,
     rows: Tensor,

@@ -52,7 +52,7 @@ def return_tokens(rows: Tensor, tokens: Tensor, lines: TokenLines) -> None:
     count.add_(1)
 
 
-@custom_op("plain_tokens")
+@custom_op("plain_tokens", result=lambda logits: logits.new_empty(logits.size(0), dtype=torch.int64))
 def plain_tokens(
     logits: Tensor, rows: Tensor, is_plain: Tensor, temperature: Tensor, seeds: Tensor, lengths: Tensor
 ) -> Tensor:
@@ -67,8 +67,3 @@ def plain_tokens(
         drawn_by = heat[random], seeds.index_select(0, theirs), lengths.index_select(0, theirs)
         tokens[random] = sample_unfiltered(logits[random], *drawn_by)
     return tokens
-
-
-@plain_tokens.register_fake
-def _(logits: Tensor, *others: object) -> Tensor:
-    return logits.new_empty(logits.size(0), dtype=torch.int64)

@@ -20,7 +20,7 @@ from .filters.triton_cuts import Verdicts, judging_constants
 from .filters.triton_survey import filters_of
 from .token_lines import LINE_HEAD, LogprobLines, TokenLines
 from .triton_adjusted import Drawn, has_penalties
-from .triton_best import token_of_row
+from .triton_draw import token_of_row
 from .triton_row_end import Parts, note_rank, raw_block, write_row
 
 

@@ -93,7 +93,7 @@ def _noisy_best_of_block(
     tl.store(best_at + at * num_blocks + part, part * block + found_at)
 
 
-@custom_op("best_of_blocks")
+@custom_op("best_of_blocks", result=lambda logits: _outputs(logits))
 def best_of_blocks(
     logits: Tensor,
     rows: Tensor,
@@ -136,11 +136,6 @@ def best_of_blocks(
     return best, best_at
 
 
-@best_of_blocks.register_fake
-def _(logits: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    return _outputs(logits)
-
-
 def _block(logits: Tensor) -> int:
     return min(_BLOCK, next_power_of_2(logits.size(1)))
 
@@ -148,3 +143,31 @@ def _block(logits: Tensor) -> int:
 def _outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
     shape = logits.size(0), cdiv(logits.size(1), _block(logits))
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+@triton.jit
+def best_of_rows(values, tokens, at, inside, num_blocks, width, block: tl.constexpr):
+    """int64: what `tokens` [rows, num_blocks] has beside the largest value of each of the rows `at`.
+
+    Of equal ones the first; a row of nothing but NaN has none, and its token must still be a legal one.
+    """
+    k = tl.arange(0, block)[None, :]
+    place = at.to(tl.int64)[:, None] * num_blocks + k
+    held = inside[:, None] & (k < num_blocks)
+    value = tl.load(values + place, held, other=float("-inf"))
+    token = tl.load(tokens + place, held, other=0)
+    is_best = held & (value == tl.max(value, 1)[:, None])
+    found = tl.min(tl.where(is_best, token, width), 1)
+    return tl.where((found < 0) | (found >= width), 0, found).to(tl.int64)
+
+
+@triton.jit
+def token_of_row(values, tokens, at, num_blocks, width, block: tl.constexpr):
+    """`best_of_rows` of a single row."""
+    one = tl.arange(0, 1)
+    return tl.max(best_of_rows(values, tokens, at + one, one == 0, num_blocks, width, block), 0)
+
+
+def joined_block(num_blocks: int) -> int:
+    """The `block` of `best_of_rows`."""
+    return max(16, next_power_of_2(num_blocks))

@@ -23,8 +23,7 @@ from .filters.triton_meeting import MEETING_REGISTERS, blocks_each_of, meet
 from .filters.triton_survey import filters_of
 from .token_lines import LINE_HEAD, LogprobLines, TokenLines
 from .triton_adjusted import Drawn, has_penalties
-from .triton_best import token_of_row
-from .triton_draw import noise_of
+from .triton_draw import noise_of, token_of_row
 from .triton_row_end import Parts, note_rank, write_row
 
 

@@ -12,7 +12,7 @@ from ..custom_op import custom_op
 from ..dependent_launch import wait_for_previous
 from ..host_sizes import cdiv
 from .token_lines import LINE_HEAD
-from .triton_best import best_of_rows, joined_block
+from .triton_draw import best_of_rows, joined_block
 
 _ROWS_BLOCK = 16
 """Rows that a program returns: up to as many need no count of programs."""
@@ -97,8 +97,3 @@ def return_best(
         enable_fp_fusion=True,
         **dependent_launch.options(rows.device),
     )
-
-
-@return_best.register_fake
-def _(rows: Tensor, values: Tensor, tokens: Tensor, width: int, *lines: Tensor) -> None:
-    return None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .acceptance import note_token
+from .verification import note_token
 
 
 def draft_ngram(

@@ -104,11 +104,6 @@ def draft_ngram(
     )
 
 
-@draft_ngram.register_fake
-def _(rows: Tensor, *others: object) -> None:
-    return None
-
-
 @triton.jit(
     do_not_specialize=["history_width"],
     do_not_specialize_on_alignment=["rows", "lengths", "last_tokens", "history"],
@@ -126,8 +121,3 @@ def note_history(rows: Tensor, lengths: Tensor, last_tokens: Tensor, history: Te
     _note_history[(rows.size(0),)](
         rows, lengths, last_tokens, history, history.stride(0), enable_fp_fusion=True
     )
-
-
-@note_history.register_fake
-def _(rows: Tensor, *others: object) -> None:
-    return None

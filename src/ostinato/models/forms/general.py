@@ -9,8 +9,8 @@ from ostinato.kernels.linear import products
 from ostinato.kernels.linear.products import joined
 from ostinato.kernels.linear.weight import PLAIN
 from ostinato.kernels.lora import Adapters, adapted_by
-from ostinato.kernels.lora.deltas import Deltas
-from ostinato.kernels.rows import add_rms_norm, rms_norm
+from ostinato.kernels.lora.low_rank import Deltas
+from ostinato.kernels.norms.rows import add_rms_norm, rms_norm
 
 from ..layers import Linear, RMSNorm
 from .form import Form, Step

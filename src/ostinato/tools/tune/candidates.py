@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ostinato.kernels.gpu import Gpu
-from ostinato.kernels.linear import cuda_fragments, cuda_streamed, cuda_wide
 from ostinato.kernels.linear.rules import (
     STREAMED_DEPTHS,
     STREAMED_REGISTERS,
@@ -96,7 +95,7 @@ def _fragments_tiles(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> Iterator[
         if (
             tile.fits(shape)
             and programs >= _on(gpu, _FEWEST_PROGRAMS)
-            and cuda_fragments.shared_bytes(tile, shape, tokens, norm=True) <= gpu.shared_bytes // 2
+            and tile.shared_bytes(shape, tokens, norm=True) <= gpu.shared_bytes // 2
         ):
             yield tile
 
@@ -117,7 +116,7 @@ def _streamed_tiles(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> Iterator[S
 def _in_all_depths(tile: StreamedTile, shape: MatrixShape, tokens: int, gpu: Gpu) -> Iterator[StreamedTile]:
     for chunk, slots, ahead in STREAMED_DEPTHS:
         other = replace(tile, chunk=chunk, slots=slots, ahead=ahead)
-        needed = cuda_streamed.shared_bytes(other, shape, tokens, norm=True)
+        needed = other.shared_bytes(shape, tokens, norm=True)
         if other.fits(shape) and needed <= gpu.shared_bytes:
             yield other
 
@@ -192,7 +191,7 @@ def _with_few_tokens(tile: WideTile, shape: MatrixShape, most_bytes: int) -> Wid
 
 
 def _wide_bytes(tile: WideTile, shape: MatrixShape) -> int:
-    return cuda_wide.shared_bytes(tile, shape, scaled=True)
+    return tile.shared_bytes(shape, norm=True)
 
 
 def _skinny_tiles(shape: MatrixShape, num_tokens: int, in_parts: bool, gpu: Gpu) -> Iterator[SkinnyTile]:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ostinato.kernels.compile_ahead import compiling_only
+from ostinato.kernels.compiling.compile_ahead import compiling_only
 from ostinato.kernels.cuda.compiled import has_warpgroup_products, is_supported
 from ostinato.kernels.gpu import Gpu
 from ostinato.kernels.linear.choice import choose, using
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
+from ostinato.kernels.linear.tables import Choice, KernelTable
 from ostinato.kernels.linear.tiles import (
     FUSED,
     MOST_TOKENS,

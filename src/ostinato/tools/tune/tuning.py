@@ -12,8 +12,14 @@ from rich.table import Table
 
 from ostinato.engine.loading.kernel_table import tuned_table
 from ostinato.kernels.gpu import gpu_of
-from ostinato.kernels.linear.kernel_table import Choice, KernelTable
-from ostinato.kernels.linear.table_file import KernelTableError, as_entry, load_table, save_table
+from ostinato.kernels.linear.tables import (
+    Choice,
+    KernelTable,
+    KernelTableError,
+    as_entry,
+    load_table,
+    save_table,
+)
 from ostinato.kernels.linear.tiles import MatrixShape, Tile
 from ostinato.models.errors import DownloadError, ModelError
 from ostinato.models.locate import locate_model

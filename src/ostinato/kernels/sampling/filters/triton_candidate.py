@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import dependent_launch
 from ...dependent_launch import wait_for_previous
-from ..triton_best import token_of_row
+from ..triton_draw import token_of_row
 from .triton_cuts import Surveyed, Verdicts, judging_constants
 from .triton_search import key_of
 from .triton_survey import LOG2_E, best_of, facts_of, filters_of

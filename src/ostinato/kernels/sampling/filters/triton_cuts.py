@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...constants import GREEDY_BELOW
 from ...host_sizes import cdiv, next_power_of_2
-from ..triton_best import joined_block
+from ..triton_draw import joined_block
 from .triton_search import PIVOTS
 
 _BLOCK = 4096

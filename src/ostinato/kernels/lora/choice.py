@@ -13,7 +13,9 @@ every block that there might be would cost more than the work: so few programs t
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
+from ..gpu import H200
 from ..host_sizes import cdiv, next_power_of_2
+from ..registry import PLAIN, Rule, register
 
 _FEW_TOKENS, _MOST_DECODE_TOKENS = 64, 256
 TOKENS_TO_COUNT = 128
@@ -63,6 +65,9 @@ def division(num_tokens: int, in_features: int) -> Division:
     size = 1 if num_tokens == 1 else 16  # as many as tensor cores take, be there fewer
     columns, share, num_stages = (512, 512, 1) if num_tokens <= _FEW_TOKENS else (256, 1024, 3)
     return Division(size, columns, min(_MOST_SPLITS, cdiv(in_features, share)), num_stages)
+
+
+register(Rule("lora", PLAIN, None, division, (H200,)))
 
 
 def blocks_together(num_tokens: int, num_blocks: int) -> int:

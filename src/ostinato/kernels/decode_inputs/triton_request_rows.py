@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from .custom_op import custom_op
-from .host_sizes import cdiv
+from ..custom_op import custom_op
+from ..host_sizes import cdiv
 
 _BLOCK = 128
 
@@ -42,7 +42,7 @@ def _begin_decode(
     tl.store(lengths + row, length + 1, inside & (row != 0))
 
 
-@custom_op("begin_decode", mutates_args=("lengths", "began"))
+@custom_op("begin_decode", mutates_args=("lengths", "began"), result=lambda rows: _outputs(rows))
 def begin_decode(
     rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,13 +63,6 @@ def begin_decode(
     return outputs
 
 
-@begin_decode.register_fake
-def _(
-    rows: Tensor, lengths: Tensor, last_tokens: Tensor, began: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(rows)
-
-
 def _outputs(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # Four tensors: outputs of a custom op must not share memory.
     int64 = [torch.empty(rows.size(0), dtype=torch.int64, device=rows.device) for _ in range(2)]
@@ -86,8 +79,3 @@ def _note_time(began):
 def note_time(began: Tensor) -> None:
     """Custom op of `request_rows.note_time`."""
     _note_time[(1,)](began, num_warps=1, enable_fp_fusion=True)
-
-
-@note_time.register_fake
-def _(began: Tensor) -> None:
-    return None

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import dependent_launch
-from .custom_op import custom_op
-from .dependent_launch import wait_for_previous
-from .host_sizes import cdiv, next_power_of_2
-from .squares import SQUARES_TOGETHER, room_for_scaled
+from .. import dependent_launch
+from ..custom_op import custom_op
+from ..dependent_launch import wait_for_previous
+from ..host_sizes import cdiv, next_power_of_2
+from . import SQUARES_TOGETHER, empty_scaled
 
 _GATE_BLOCK = 1024
 
@@ -128,7 +128,7 @@ def _norm(
     return normed
 
 
-@custom_op("add_rms_norm", mutates_args=("residual",))
+@custom_op("add_rms_norm", mutates_args=("residual",), result=lambda residual: torch.empty_like(residual))
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm of x + residual, rows [T, width]; `residual` becomes that sum.
 
@@ -137,12 +137,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return _norm(x, residual, weight, eps, has_residual=True)
 
 
-@add_rms_norm.register_fake
-def _(x, residual, weight, eps):
-    return torch.empty_like(residual)
-
-
-@custom_op("add_adapted_rms_norm", mutates_args=("residual",))
+@custom_op(
+    "add_adapted_rms_norm", mutates_args=("residual",), result=lambda residual: torch.empty_like(residual)
+)
 def add_adapted_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, deltas: Tensor, slots: Tensor
 ) -> Tensor:
@@ -151,26 +148,16 @@ def add_adapted_rms_norm(
     return _norm(x, residual, weight, eps, has_residual=True, deltas=(deltas, slots))
 
 
-@add_adapted_rms_norm.register_fake
-def _(x, residual, weight, eps, deltas, slots):
-    return torch.empty_like(residual)
-
-
-@custom_op("rms_norm")
+@custom_op("rms_norm", result=lambda x: torch.empty_like(x))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rows [T, width] at a mean square of one, times `weight`."""
     return _norm(x, x, weight, eps, has_residual=False)
 
 
-@rms_norm.register_fake
-def _(x, weight, eps):
-    return torch.empty_like(x)
-
-
-@custom_op("scale_rows")
+@custom_op("scale_rows", result=lambda x: empty_scaled(x))
 def scale_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Dense rows [T, width] times `weight`, and float32 [width / 64, T]: the squares of 64 columns each."""
-    scaled, squares = room_for_scaled(x)
+    scaled, squares = empty_scaled(x)
     num_rows, width = x.shape
     _scale_rows[(num_rows,)](
         x,
@@ -188,11 +175,6 @@ def scale_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return scaled, squares
 
 
-@scale_rows.register_fake
-def _(x, weight):
-    return room_for_scaled(x)
-
-
 @custom_op("silu_mul", mutates_args=("gate_up",))
 def silu_mul(gate_up: Tensor) -> None:
     """silu(first half) * second half of dense rows [T, 2 * width], in the place of the first half."""
@@ -206,8 +188,3 @@ def silu_mul(gate_up: Tensor) -> None:
         enable_fp_fusion=True,
         **dependent_launch.options(gate_up.device),
     )
-
-
-@silu_mul.register_fake
-def _(gate_up):
-    return None

@@ -1,74 +1,38 @@
-// A matrix larger than the chip times some tokens: the weights stream by, and the tensor cores take all tokens at
-// once.
+// A linear layer of 2 to 16 tokens with its neighbours: norm before, gate and residual after.
 //
-// A program owns ROWS rows of the matrix (of a gated one: ROWS of each half). A warp takes 16 of them (8 of each
-// half) and walks along its share of their columns, 32 at a time. What it will need AHEAD steps later is on its way
-// into shared memory meanwhile; the first of that is asked for before the wait for the previous kernel. Nothing says
-// which columns are the 16 of a fragment of mma.m16n8k16 as long as both factors agree, so a thread takes 8
-// neighbours for two fragments, which no other thread needs: copies of weights are waited for by those who asked for
-// them, and by nobody else.
+// Reading the weights is all that takes time, so they go from memory to the operands of mma.m16n8k16 without a
+// detour. Nothing says which columns are the 16 of a fragment as long as both factors agree: a thread takes 8
+// neighbours for two fragments, in one load of 16 bytes that no other thread needs. The first loads are issued
+// before the wait for the previous kernel, when the tokens are not known yet. There are two ways to hold weights:
 //
-//     columns      | share 0 | share 1 | ...      SHARES of them, each CHUNK columns at a time
-//     [16 rows, 32 columns] x [32 columns, 8 tokens], for each 8 of TOKENS  ->  sums over the shares
+//   resident   all weights of the CTA, in registers and shared memory, before the wait (resident_weights.cuh)
+//   STREAMED   a ring in shared memory, AHEAD steps before the product (streamed_weights.cuh)
 //
-// With SLICES > 1 the programs of a cluster share the columns, too, so that each reads only its slice of the tokens:
-// it sends its sums to the one that finishes those rows, which counts the bytes that come.
+// A CTA owns ROWS rows of the matrix (GATED: ROWS of each half). With SLICES > 1 the CTAs of a cluster split the
+// columns: each sends its split-K partials to the CTA that finishes those rows, which counts the bytes that come.
 //
-// The tokens come in chunks, too, which serve all warps of the program; SLOTS chunks are there or on their way.
-// Programs begin with different chunks and go round: in step, all would ask the same few channels of the memory.
+//     columns      | CTA 0 of the cluster | CTA 1 | ...
+//     rows         finished by CTA 0: kOwned rows | by CTA 1 | ...
 //
-// NORM: the rows of x are to be normalised. The norm's weight is applied to a chunk by the threads that copied it;
-// the norm's factor, one number per token, to the results. GATED: silu(first half) * second half. Sums are float32
-// and rounded once.
+// NORM: the norm's weight is applied to x; its factor, one number per token, to the results. GATED: silu(first half)
+// * second half. Sums are float32 and rounded once.
 #include "low_rank.cuh"
 #include "linear_layer.cuh"
 
-constexpr int kTileRows = GATED ? 8 : 16;  // results of a warp
-constexpr int kTiles = ROWS / kTileRows;
-constexpr int kThreads = kTiles * SHARES * 32;
-constexpr int kSlice = IN / SLICES;        // columns of a program
-constexpr int kColumns = kSlice / SHARES;  // of a warp
-constexpr int kChunks = kColumns / CHUNK;
-constexpr int kSteps = CHUNK / 32;
 constexpr int kGroups = TOKENS / 8;
-constexpr int kWorkers = kThreads / TOKENS;  // threads that copy the chunks of a token
 constexpr int kHalves = GATED + 1;
-constexpr int kOwned = ROWS / SLICES;  // rows that this program of the cluster finishes
-constexpr int kPairs = kOwned / 2;     // results that are finished together, of a token
-constexpr int kItems = (TOKENS * kPairs + kThreads - 1) / kThreads;
+constexpr int kOwned = ROWS / SLICES;  // rows that this CTA of the cluster finishes
 
-// Padded so that what a warp reads, or writes, at once lies in different banks.
-constexpr int kStride = CHUNK + 32;
-constexpr int kPartStride = kTiles * 16 + 4;
+static_assert(kGroups == 1 || kGroups == 2, "tokens are the 8 or the 16 rows of a fragment");
+static_assert(ROWS % (4 * SLICES) == 0, "partials are sent in fours");
 
-union Streams {
-  Word4 weights[AHEAD][2][kThreads];
-  float parts[SHARES][TOKENS][kPartStride];  // when all weights have been read
-};
-
-struct Shared {
-  Streams streams;
-  Element norm[NORM ? kSlice : 8];
-  Element tokens[SLOTS][SHARES][TOKENS][kStride];
-  float from_cluster[SLICES > 1 ? SLICES : 1][TOKENS][SLICES > 1 ? kHalves * kOwned : 4];
-  float squares[kThreads];
-  float squares_from_cluster[SLICES][TOKENS];
-  float factors[TOKENS];
-  ByteCount arrived;
-};
+#if STREAMED
+#include "streamed_weights.cuh"
+#else
+#include "resident_weights.cuh"
+#endif
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch knows of less");
-static_assert(ROWS % kTileRows == 0 && ROWS % (4 * SLICES) == 0, "rows are shared evenly");
-static_assert(IN % (SLICES * SHARES * CHUNK) == 0, "columns are shared evenly");
-static_assert(CHUNK % 64 == 0 && AHEAD <= kColumns / 32, "there is so much to ask for");
-static_assert((SLOTS - 1) * kSteps >= AHEAD, "a chunk comes as early as the weights that are multiplied with it");
-
-// Calls `f` with the share and the column within its chunk of every 8 columns that this thread copies.
-template <class F>
-__device__ __forceinline__ void for_own_pieces(F f) {
-  constexpr int kPieces = CHUNK / 8;
-  for (int i = threadIdx.x % kWorkers; i < SHARES * kPieces; i += kWorkers) f(i / kPieces, i % kPieces * 8);
-}
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     project(const Element* __restrict__ weight, const Element* __restrict__ norm_weight,
@@ -80,17 +44,28 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
             int num_tokens, int out_features, float eps) {
   Shared& shared = *(Shared*)dynamic_shared();
   const int lane = threadIdx.x % 32;
+#if STREAMED
   const int tile = (int)threadIdx.x / 32 % kTiles, share = (int)threadIdx.x / 32 / kTiles;
+#else
+  const int warp = threadIdx.x / 32;
+#endif
   const int rank = SLICES > 1 ? (int)cluster_rank() : 0;
   const int first_row = (int)(blockIdx.x / SLICES) * ROWS;
+#if STREAMED
   const int first_column = rank * kSlice;
   const int first_chunk = (int)(blockIdx.x / SLICES) % kChunks;
+#else
+  const int first_column = rank * (IN / SLICES) + warp * kColumns;
+#endif
 
   allow_next_kernel();
   if (SLICES > 1) {
     if (threadIdx.x == 0) make_count(&shared.arrived);
     arrive_at_cluster();
   }
+
+  // The prologue: what of the weights is in flight before the wait.
+#if STREAMED
   // Rows lane / 4 and + 8 of a fragment.
   const Element* const first = weight + (long long)(first_row + tile * kTileRows + lane / 4) * IN +
                                first_column + share * kColumns + lane % 4 * 8;
@@ -107,9 +82,32 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     for (int i = threadIdx.x; i < kSlice / 8; i += kThreads)
       copy_weight(shared_address(&shared.norm[i * 8]), norm_weight + first_column + i * 8);
   }
+#else
+  Word4 held[HELD > 0 ? HELD : 1][kSteps];
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const int row = t * 8 + lane / 4;
+    const int place = first_row + (row < ROWS ? row : out_features + row - ROWS);
+    const Element* from = weight + (long long)place * IN + first_column + (lane % 4) * 8;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      // With a cluster to meet in between, loads of constants stay before the wait, too.
+      if (t < HELD) held[t][s] = SLICES > 1 ? load_weight(from + s * 32) : load_weight_now(from + s * 32);
+      else copy_weight(shared_address(&shared.staged[(t - HELD) * kSteps + s][threadIdx.x]), from + s * 32);
+    }
+  }
+  if (NORM) {
+    const Element* from = norm_weight + first_column + (lane % 4) * 8;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+      copy_weight(shared_address(&shared.staged[(kTiles - HELD) * kSteps + s][threadIdx.x]), from + s * 32);
+  }
+#endif
   if (SLICES > 1) wait_for_cluster();
   wait_for_previous();
 
+  // The product: partials of this CTA's columns.
+#if STREAMED
   const int own_token = (int)threadIdx.x / kWorkers;
   const Element* const own_x = x + (long long)(own_token < num_tokens ? own_token : 0) * IN + first_column;
   auto copy_chunk = [&](int chunk) {
@@ -188,10 +186,86 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     }
   }
   __syncthreads();
+#else
+  auto weights = [&](int tile, int step) {
+    if (tile >= kTiles) return Word4{0, 0, 0, 0};
+    return tile < HELD ? held[tile][step] : shared.staged[(tile - HELD) * kSteps + step][threadIdx.x];
+  };
+  Word4 v[kGroups][kSteps];
+  load_tokens(v, x + first_column, num_tokens);
+#if RESIDUAL
+  uint2 old[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int item = threadIdx.x + i * kThreads, token = item / (kOwned / 4);
+    const int row = first_row + rank * kOwned + item % (kOwned / 4) * 4;
+    if (token < num_tokens)
+      old[i] = load_two_words(residual + (long long)token * out_features + row);
+  }
+#endif
+  wait_for_copies();
 
+#if NORM
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    float squares = 0.f;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+      squares += scale(v[g][s], shared.staged[(kTiles - HELD) * kSteps + s][threadIdx.x]);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+    if (lane % 4 == 0) shared.squares[warp][g * 8 + lane / 4] = squares;
+  }
+#endif
+#if TOKENS == 8
+  // The rows of the matrix as the 16 rows of a fragment.
+  float acc[(kTiles + 1) / 2][4] = {};
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+    for (int t = 0; t < kTiles; t += 2) {
+      const Word4 a = weights(t, s), c = weights(t + 1, s), b = v[0][s];
+      multiply_add(acc[t / 2], {a.x, c.x, a.y, c.y}, b.x, b.y);
+      multiply_add(acc[t / 2], {a.z, c.z, a.w, c.w}, b.z, b.w);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    float* part = &shared.parts[warp][lane % 4 * 2][t * 8 + lane / 4];
+    part[0] = acc[t / 2][t % 2 * 2];
+    part[kStride] = acc[t / 2][t % 2 * 2 + 1];
+  }
+#else
+  float acc[kTiles][4] = {};
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const Word4 a = v[0][s], c = v[1][s], b = weights(t, s);
+      multiply_add(acc[t], {a.x, c.x, a.y, c.y}, b.x, b.y);
+      multiply_add(acc[t], {a.z, c.z, a.w, c.w}, b.z, b.w);
+    }
+  }
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const float* from = acc[t] + g * 2;
+      *(float2*)&shared.parts[warp][g * 8 + lane / 4][t * 8 + lane % 4 * 2] = make_float2(from[0], from[1]);
+    }
+  }
+#endif
+  __syncthreads();
+#endif
+
+  // The exchange: partials go to the CTA of the cluster that finishes their rows.
+#if !STREAMED
+  constexpr int kPartStride = TOKENS * kStride, kRankStride = TOKENS * kHalves * kOwned;
+#endif
   if (SLICES > 1) {
     if (threadIdx.x == 0)
       expect_bytes(&shared.arrived, SLICES * 4 * (num_tokens * kHalves * kOwned + (NORM ? TOKENS : 0)));
+#if STREAMED
     constexpr int kFours = kHalves * ROWS / 4;
     for (int item = threadIdx.x; item < num_tokens * kFours; item += kThreads) {
       const int token = item / kFours, place = item % kFours * 4, half = place / ROWS, row = place % ROWS;
@@ -205,8 +279,23 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         send(&shared.squares_from_cluster[rank][i / SLICES], i % SLICES, shared.squares_from_cluster[rank][i / SLICES],
              &shared.arrived);
     }
+#else
+    for (int item = threadIdx.x; item < num_tokens * (kRows / 4); item += kThreads) {
+      const int token = item / (kRows / 4), row = item % (kRows / 4) * 4;
+      const int half = row / ROWS, place = row % ROWS;
+      send_four(&shared.from_cluster[rank][token][half * kOwned + place % kOwned], place / kOwned,
+                sum_four<WARPS, kPartStride>(&shared.parts[0][token][row]), &shared.arrived);
+    }
+    if (NORM) {
+      for (int item = threadIdx.x; item < TOKENS * SLICES; item += kThreads) {
+        const float sum = sum_one<WARPS>(&shared.squares[0][item / SLICES]);
+        send(&shared.squares_from_cluster[rank][item / SLICES], item % SLICES, sum, &shared.arrived);
+      }
+    }
+#endif
     wait_for_bytes(&shared.arrived, false);
   }
+#if STREAMED
   if (NORM) {
     if (threadIdx.x < TOKENS) {
       float sum = 0.f;
@@ -215,13 +304,16 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     }
     __syncthreads();
   }
+#endif
 
+  // The epilogue: LoRA, norm's factor, bias, gate, residual.
 #if ADAPTED
   const LowRank added{shrunk, b,    ranks,       slots,     {blocks, num_blocks}, out_features * kHalves,
                       width, room, second_part, third_part};
 #endif
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
+#if STREAMED
     const int item = threadIdx.x + i * kThreads, token = item / kPairs, own = item % kPairs * 2;
     if (token >= num_tokens) break;
     const int row = first_row + rank * kOwned + own;
@@ -249,5 +341,46 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     }
     if (RESIDUAL) y = make_float2(y.x + low(old[i]), y.y + high(old[i]));
     store_two(out + (long long)token * out_features + row, y.x, y.y);
+#else
+    const int item = threadIdx.x + i * kThreads;
+    const int token = item / (kOwned / 4), own = item % (kOwned / 4) * 4;
+    const int row = first_row + rank * kOwned + own;
+    if (token >= num_tokens) break;
+    float4 y, second = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (SLICES > 1) {
+      y = sum_four<SLICES, kRankStride>(&shared.from_cluster[0][token][own]);
+      if (GATED) second = sum_four<SLICES, kRankStride>(&shared.from_cluster[0][token][kOwned + own]);
+    } else {
+      y = sum_four<WARPS, kPartStride>(&shared.parts[0][token][own]);
+      if (GATED) second = sum_four<WARPS, kPartStride>(&shared.parts[0][token][ROWS + own]);
+    }
+#if ADAPTED
+    float more[4];
+    added.of_rows(more, token, row);
+    y = y + make_float4(more[0], more[1], more[2], more[3]);
+    if (GATED) {
+      added.of_rows(more, token, out_features + row);
+      second = second + make_float4(more[0], more[1], more[2], more[3]);
+    }
+#endif
+#if NORM
+    const float squares = SLICES > 1 ? sum_one<SLICES>(&shared.squares_from_cluster[0][token])
+                                     : sum_one<WARPS>(&shared.squares[0][token]);
+    const float factor = rsqrtf(squares / IN + eps);
+    y = y * factor;
+    if (GATED) second = second * factor;
+#endif
+#if BIAS
+    y = y + four_of(*(const uint2*)(bias + row));
+    if (GATED) second = second + four_of(*(const uint2*)(bias + out_features + row));
+#endif
+    if (GATED) {
+      y = make_float4(gate(y.x, second.x), gate(y.y, second.y), gate(y.z, second.z), gate(y.w, second.w));
+    }
+#if RESIDUAL
+    y = y + four_of(old[i]);
+#endif
+    store_four(out + (long long)token * out_features + row, y);
+#endif
   }
 }

@@ -1,4 +1,4 @@
-"""The squares of rows, as a norm that is left half done keeps them: see `linear.scaled_rows`."""
+"""Norms and gates: work on rows one by one. See `rows`."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ SQUARES_TOGETHER = 64
 number."""
 
 
-def room_for_scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows [T, H] times a weight, and for their squares, float32 [H / 64, T]."""
+def empty_scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocates rows [T, H] times a weight, and their squares, float32 [H / 64, T]."""
     num_rows, width = rows.shape
     squares = rows.new_empty(width // SQUARES_TOGETHER, num_rows, dtype=torch.float32)
     return torch.empty_like(rows), squares

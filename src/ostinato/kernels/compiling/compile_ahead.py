@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 
-from . import on_chip_memory, triton_start
+from .. import on_chip_memory
+from ..cuda.compiled import CudaKernel, is_compiling_only, load_all
+from ..cuda.compiled import compiling_only as cuda_kernels_compiled_only
+from . import triton_start
 from .compiling_processes import CompilingProcesses, Job
-from .cuda.compiled import CudaKernel, is_compiling_only, load_all
-from .cuda.compiled import compiling_only as cuda_kernels_compiled_only
 
 _SLOWEST_HIT_SECONDS = 0.1
 """A kernel that takes longer was not on disk, and those after it will not be either. (Compiling a small one

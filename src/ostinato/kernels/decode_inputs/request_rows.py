@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cuda.compiled import is_compiling_only
+from ..cuda.compiled import is_compiling_only
 
 
 class DecodeInputs(NamedTuple):

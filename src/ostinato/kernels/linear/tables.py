@@ -1,23 +1,29 @@
-"""Tables of choices as JSON files, a line for each choice:
+"""Tables of measured choices: which kernel, with which tile, runs a matrix at how many tokens.
+
+A table is a JSON file with a line for each choice:
 
 {"gpu": "sm90-132",
  "matrices": [
   {"out_features": 1024, "in_features": 2048, "gated": false, "choices": [
    {"tokens": [1, 1], "kernel": "gemv", "tile": {"rows": 4, "block": 2048, "num_warps": 8}},
    {"tokens": [17, 64], "kernel": "library"}]}]}
+
+It is for weights of one format: "plain", unless it has a "format".
 """
+
+from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..gpu import Gpu
-from . import cuda_fragments, cuda_streamed, cuda_wide
-from .kernel_table import Choice, KernelTable
+from ..registry import PLAIN
+from .rules import weight_formats
 from .tiles import (
     IN_CUDA,
     KERNELS,
@@ -41,6 +47,57 @@ class KernelTableError(ValueError):
     """A table cannot be used; the text names the file, the entry and what is wrong with it."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The tile of a matrix at `first` to `last` tokens."""
+
+    first: int
+    last: int
+    tile: Tile
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """The choices for a kind of GPU; each matrix has ranges of tokens, apart and in ascending order."""
+
+    gpu: str
+    """As `str(Gpu)` says it."""
+    choices: Mapping[MatrixShape, tuple[Choice, ...]]
+    format: str = PLAIN
+    """Of the weights."""
+
+    def find(self, shape: MatrixShape, num_tokens: int) -> Tile | None:
+        """Returns the tile of the range that `num_tokens` is in; None if there is no such range."""
+        for choice in self.choices.get(shape, ()):
+            if choice.first <= num_tokens <= choice.last:
+                return choice.tile
+        return None
+
+    def but(self, shape: MatrixShape, new: Choice) -> KernelTable:
+        """Returns the same table, except for the tokens of one choice."""
+        kept = [part for old in self.choices.get(shape, ()) for part in _outside(old, new)]
+        ordered = sorted([*kept, new], key=lambda choice: choice.first)
+        return KernelTable(self.gpu, {**self.choices, shape: tuple(_merged(ordered))}, self.format)
+
+
+def _outside(old: Choice, new: Choice) -> Iterator[Choice]:
+    """Yields what is left of `old` where `new` takes its tokens."""
+    if old.first < new.first:
+        yield Choice(old.first, min(old.last, new.first - 1), old.tile)
+    if old.last > new.last:
+        yield Choice(max(old.first, new.last + 1), old.last, old.tile)
+
+
+def _merged(ordered: Iterable[Choice]) -> list[Choice]:
+    """Returns neighbours with the same tile as one."""
+    merged: list[Choice] = []
+    for choice in ordered:
+        if merged and merged[-1].tile == choice.tile and merged[-1].last + 1 == choice.first:
+            choice = Choice(merged.pop().first, choice.last, choice.tile)
+        merged.append(choice)
+    return merged
+
+
 def load_table(file: Path) -> KernelTable:
     """Read a file that `save_table` or a user wrote."""
     try:
@@ -59,6 +116,8 @@ def save_table(table: KernelTable, file: Path, **described: Any) -> None:
         json.dumps(shape._asdict())[:-1] + ', "choices": [\n   ' + ",\n   ".join(_lines(choices)) + "]}"
         for shape, choices in table.choices.items()
     ]
+    if table.format != PLAIN:
+        described = {"format": table.format} | described
     head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in described.items()]
     parts = [f'"gpu": {json.dumps(table.gpu)}', *head, '"matrices": [\n  ' + ",\n  ".join(matrices) + "]"]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +147,12 @@ def _table(content: Any) -> KernelTable:
             "multiprocessors, like sm90-132 (H100, H200): make the table again with `ostinato tune`, or put "
             "that in its place"
         )
+    format = content.get("format", PLAIN)
+    if format not in weight_formats():
+        raise KernelTableError(
+            f'its "format" is {format!r}, for which there are no kernels; there are some for '
+            + ", ".join(weight_formats())
+        )
     if not isinstance(content.get("matrices"), list):
         raise KernelTableError('it has no list "matrices"')
     choices: dict[MatrixShape, tuple[Choice, ...]] = {}
@@ -102,7 +167,7 @@ def _table(content: Any) -> KernelTable:
                     f"{shape}: tokens {one.first} to {one.last} and {other.first} to {other.last} "
                     "must be apart and in ascending order"
                 )
-    return KernelTable(content["gpu"], choices)
+    return KernelTable(content["gpu"], choices, format)
 
 
 def _shape(entry: Any) -> MatrixShape:
@@ -153,15 +218,11 @@ def _tile(kind: type[Tile], given: Any, where: str) -> Tile:
 
 
 def _shared_bytes(tile: Tile, shape: MatrixShape, num_tokens: int) -> int:
-    """Of a program; 0 where a kernel sees to that itself."""
-    norm = shape.in_features <= shape.out_features  # matrices that make rows longer follow one
-    if isinstance(tile, FragmentsTile):
-        return cuda_fragments.shared_bytes(tile, shape, tile.compiled_tokens(num_tokens), norm=norm)
-    if isinstance(tile, StreamedTile):
-        return cuda_streamed.shared_bytes(tile, shape, tile.compiled_tokens(num_tokens), norm=norm)
-    if isinstance(tile, WideTile):
-        return cuda_wide.shared_bytes(tile, shape, scaled=norm)
-    return 0
+    """Returns the shared memory of a CTA; 0 for kernels that see to that themselves."""
+    if not isinstance(tile, FragmentsTile | StreamedTile | WideTile):
+        return 0
+    # Matrices that make rows longer follow a norm.
+    return tile.shared_bytes(shape, num_tokens, norm=shape.in_features <= shape.out_features)
 
 
 def _shortened(given: Any) -> str:

@@ -1,0 +1,1 @@
+"""The inputs of a decode step, read from the request slots."""
