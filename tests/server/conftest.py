@@ -43,3 +43,10 @@ def server(model: Path) -> Iterator[ServerProcess]:
     """One server for all tests that leave it as it was."""
     with ServerProcess(model) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def keyed(model: Path) -> Iterator[ServerProcess]:
+    """One server with two keys, `one` and `two`, and the admin's, `three`."""
+    with ServerProcess(model, "--api-key", "one", "--api-key", "two", "--admin-key", "three") as server:
+        yield server

@@ -8,8 +8,6 @@ import json
 import random
 import string
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,11 +85,10 @@ CHATS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def asked(model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(model, "--grammar-compile-seconds", "2") as server:
-        server.post("/v1/completions", {"prompt": "a", "max_tokens": 3})
-        yield server
+@pytest.fixture
+def asked(impatient: ServerProcess) -> ServerProcess:
+    impatient.post("/v1/completions", {"prompt": "a", "max_tokens": 3})
+    return impatient
 
 
 def ask(server: ServerProcess, path: str, body: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ostinato.cli.main import app
+from ostinato.graphs.errors import ConfigError
 from ostinato.server import serving
 from ostinato.server.config import ServerConfig
 
@@ -139,19 +140,28 @@ def test_no_line_shows_what_was_said(server: ServerProcess) -> None:
     assert "4711" not in server.log
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size can only be 1, not 2: one engine uses"),
-        (["--chat-template", "nowhere.jinja"], "chat_template: there is no chat template 'nowhere.jinja'"),
-        (["--model", "other"], "two models were given"),
-    ],
-)
-def test_a_wrong_command_line_is_refused_in_one_line(model: Path, flags: list[str], message: str) -> None:
+def test_a_wrong_command_line_is_refused_in_one_line(model: Path) -> None:
+    flags = ["--chat-template", "nowhere.jinja"]
     process = ServerProcess(model, str(model), "--port", "0", *flags, bare=True, wait=False)
     assert process.process.wait(60) == 1
     log = process.log
     process._end()
-    assert message in log
+    assert "chat_template: there is no chat template 'nowhere.jinja'" in log
     assert "Traceback" not in log
     assert log.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size can only be 1, not 2: one engine uses"),
+        (["--model", "other"], "two models were given"),
+    ],
+)
+def test_flags_that_cannot_be_served_are_named(
+    model: Path, flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "serve", lambda *_: pytest.fail("it starts"))
+    told = CliRunner().invoke(app, ["serve", str(model), *flags])
+    assert isinstance(told.exception, ConfigError)
+    assert message in str(told.exception)
