@@ -159,8 +159,8 @@ class Engine:
         self.requests.append(request)
         return request
 
-    def embed(self, prompt: list[int]) -> Request:
-        request = Request(f"r{len(self.requests)}", tuple(prompt))
+    def embed(self, prompt: list[int], **kwargs: Any) -> Request:
+        request = Request(f"r{len(self.requests)}", tuple(prompt), **kwargs)
         self.scheduler.add(request)
         self.requests.append(request)
         return request
@@ -839,15 +839,16 @@ def test_a_soak_of_everything_at_once(seed: int) -> None:
     assert {request.finish_reason for request in engine.requests} == {"abort", "stop", "length"}
 
 
-Arrival = tuple[list[int], SamplingParams | None, Any]
+Arrival = tuple[list[int], SamplingParams | None, Any, str]
+WEIGHTS = {"": 1.0, "heavy": 2.5, "light": 0.4}
 
 
 def an_arrival(
-    shared: int, own: list[int], max_tokens: int, min_tokens: int, ignore_eos: bool, kind: int
+    shared: int, own: list[int], max_tokens: int, min_tokens: int, ignore_eos: bool, kind: int, tenant: str
 ) -> Arrival:
     prompt = [*range(1, 1 + shared), *own]
     if kind == 0:
-        return prompt, None, None
+        return prompt, None, None, tenant
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(min_tokens, max_tokens),
@@ -855,7 +856,7 @@ def an_arrival(
         stop_token_ids=[7] if max_tokens % 2 else [],
         prompt_logprobs=0 if kind == 1 else None,
     )
-    return prompt, params, GRAMMAR if kind == 2 else None
+    return prompt, params, GRAMMAR if kind == 2 else None, tenant
 
 
 ARRIVAL = st.builds(
@@ -866,6 +867,7 @@ ARRIVAL = st.builds(
     min_tokens=st.integers(0, 12),
     ignore_eos=st.booleans(),
     kind=st.integers(0, 9),
+    tenant=st.sampled_from(["", "", *WEIGHTS]),
 )
 
 
@@ -894,11 +896,13 @@ class Serving(RuleBasedStateMachine):
 
     @rule(arrivals=st.lists(ARRIVAL, min_size=1, max_size=4), turns=st.integers(0, 3))
     def arrive(self, arrivals: list[Arrival], turns: int) -> None:
-        for prompt, params, grammar in arrivals:
+        longest = self.engine.scheduler.max_len
+        for prompt, params, grammar, tenant in arrivals:
+            whose: dict[str, Any] = {"tenant": tenant, "weight": WEIGHTS[tenant]}
             if params is None:
-                self.engine.embed(prompt[: self.engine.scheduler.max_len])
+                self.engine.embed(prompt[:longest], **whose)
             else:
-                self.engine.add(prompt[: self.engine.scheduler.max_len - 1], params, grammar=grammar)
+                self.engine.add(prompt[: longest - 1], params, grammar=grammar, **whose)
         self.turn(turns)
 
     @precondition(lambda self: len(self.engine.launched) <= self.engine.config.lookahead)

@@ -33,7 +33,7 @@ class InPlace:
     ) -> int:
         self._listeners.append(listener)
         asked = Embed(len(self._listeners) - 1, ids, pooling, adapter, cache_salt)
-        assert self._engine.embed(asked) is None
+        assert self._engine.embed(asked) == []
         while self._engine.is_busy:
             for news in self._engine.step().news:
                 self._listeners[news.id].take_in(news)

@@ -18,6 +18,7 @@ from ostinato.graphs.errors import ConfigError
 from ostinato.server.config import ServerConfig
 from ostinato.server.http.keys import KeyCheck
 from ostinato.server.openai.errors import ApiError
+from ostinato.server.tenants.key_table import KeyTable
 
 from .imported_late import openai
 from .server_process import ServerProcess
@@ -145,16 +146,20 @@ def test_admin_without_a_key_is_for_loopback_alone(server: ServerProcess) -> Non
 
 
 def test_open_admin_endpoints_still_want_the_key_of_the_api() -> None:
-    open_to_all = KeyCheck(nothing, ServerConfig(open_admin=True, api_key="secret"))
+    open_to_all = key_check(ServerConfig(open_admin=True, api_key="secret"))
     scope = {"type": "http", "path": "/sleep", "client": ("10.0.0.1", 1), "headers": []}
     with pytest.raises(ApiError, match="an API key is needed"):
         open_to_all._check(scope)
     open_to_all._check({**scope, "headers": [(b"authorization", b"Bearer secret")]})
-    KeyCheck(nothing, ServerConfig(open_admin=True))._check(scope)
+    key_check(ServerConfig(open_admin=True))._check(scope)
     with pytest.raises(ApiError, match="loopback only"):
-        KeyCheck(nothing, ServerConfig())._check(scope)
+        key_check(ServerConfig())._check(scope)
     with pytest.raises(ConfigError, match="one of them"):
         ServerConfig(open_admin=True, admin_key="secret")
+
+
+def key_check(config: ServerConfig) -> KeyCheck:
+    return KeyCheck(nothing, KeyTable(config), open_admin=config.open_admin)
 
 
 async def nothing(*_: object) -> None:

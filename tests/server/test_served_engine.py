@@ -70,8 +70,8 @@ def test_every_token_is_told_once_and_every_end_with_its_reason(llm: LLM, engine
 
 
 def test_an_embedding_aborted_while_it_is_computed_is_over(llm: LLM, engine: ServedEngine) -> None:
-    assert engine.embed(Embed(7, prompt(llm, "abc"), "mean")) is None
-    assert engine.embed(Embed(8, prompt(llm, "xyz"), "mean")) is None
+    assert engine.embed(Embed(7, prompt(llm, "abc"), "mean")) == []
+    assert engine.embed(Embed(8, prompt(llm, "xyz"), "mean")) == []
     engine.step()
     assert [news.finish_reason for news in engine.abort([7])] == ["abort"]
     told = []

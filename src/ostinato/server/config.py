@@ -44,6 +44,9 @@ class ServerConfig:
     """Accept chat templates from clients. They run in a sandbox, but can keep a thread busy."""
     api_key: Sequence[str] = ()
     """Key that clients must send as a bearer token; without any key the API is open to everyone."""
+    api_keys_file: str | None = None
+    """File of keys with their names, weights, scopes, expiry dates and quotas, in JSON or TOML; it is read
+    again when it changes."""
     admin_key: str | None = None
     """Key for the admin endpoints; without one they can be reached from loopback addresses only."""
     share_prefixes: bool = False

@@ -21,12 +21,14 @@ from .metrics.history import History
 from .metrics.request_metrics import RequestMetrics
 from .openai.completion import Completion
 from .openai.cost import check_cost
-from .openai.errors import ApiError, unavailable
+from .openai.errors import ApiError, refused, unavailable
 from .openai.generation import Generation
 from .openai.requests import Sampling
 from .openai.served_model import ServedModel
 from .openai.stream_pace import StreamPace
 from .request_log import RequestLog
+from .tenants.key_table import KeyTable
+from .tenants.tenant import current_key, current_tenant
 from .wire.messages import AdapterInfo, Ready
 
 _HEADER_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
@@ -40,6 +42,7 @@ class Service:
         self.engine = engine
         self.model_name = model_name
         self.model: ServedModel | None = None
+        self.keys = KeyTable(config)
         self.is_stopping = False
         self.metrics = RequestMetrics()
         self.history = History(self.metrics, engine)
@@ -93,20 +96,26 @@ class Service:
         return self.model.named(name)
 
     def admit(self, count: int) -> None:
-        """Let `count` engine requests in, or answer 429."""
+        """Let `count` engine requests in, or answer 429.
+
+        A tenant may fill the queue while nobody else needs it; whoever comes then still gets its share.
+        """
         model = self.serving()
         room = model.ready.max_running + self.config.max_queued_requests
         if count > room:
             message = f"the request asks for {count} completions at once, at most {room} are accepted"
             raise ApiError(400, message, param="n")
-        if self.engine.num_unfinished + count > room:
+        total, tenant = self.engine.num_unfinished + count, current_tenant.get()
+        share = room * self.engine.share_of(tenant)
+        has_place = total <= room or (tenant.num_unfinished + count <= share and total <= 2 * room)
+        if not has_place:
             self.metrics.rejected += 1
-            raise ApiError(
-                429,
-                f"{self.engine.num_unfinished} requests are running or waiting: the queue is full",
-                code="queue_full",
-                headers={"Retry-After": str(self.retry_after())},
-            )
+            tenant.counts.refused["queue_full"] += 1
+            message = f"{self.engine.num_unfinished} requests are running or waiting: the queue is full"
+            if tenant.num_unfinished < self.engine.num_unfinished:
+                message += f"; {tenant.num_unfinished} of them are yours, your share is {share:.0f}"
+            headers = {"Retry-After": str(self.retry_after())}
+            raise ApiError(429, message, code="queue_full", headers=headers)
 
     def wakes_every(self, streams: bool | None) -> int:
         """After how many tokens an answer goes on; 0: only the end counts."""
@@ -123,12 +132,21 @@ class Service:
         """Admit and start; the caller must `end` it, whatever happens."""
         check_cost(completions, self.serving().ready.vocab_size)
         self.admit(len(completions))
+        prompts = [completion.prompt_ids for completion in completions if completion.number == 0]
+        current_tenant.get().take_prompt(sum(map(len, prompts)), len(completions))
         timeout = self.config.request_timeout
         generation = Generation(id, completions, timeout=timeout, pace=self._pace, on_end=self._on_end)
+        generation.key = current_key.get()
         self.generations[generation.id] = generation
         self._log.began(generation)
         generation.start(self.engine)
         return generation
+
+    def end_revoked(self) -> None:
+        """End all requests under way whose keys are not valid any more."""
+        for generation in list(self.generations.values()):
+            if (refusal := self.keys.refusal(generation.key)) is not None:
+                generation.end(refused(refusal))
 
     def answer_id(self, kind: str, asked: Sampling | None = None, header: str | None = None) -> str:
         """The id of an answer: as its request asks for, or as its X-Request-Id says, or a new one."""

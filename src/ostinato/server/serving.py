@@ -109,6 +109,7 @@ class _Server:
         engine = asyncio.create_task(self._engine.run())
         signalled = asyncio.create_task(self._signalled.wait())
         self._tasks.append(asyncio.create_task(self._connections.watch()))
+        self._tasks.append(asyncio.create_task(self._service.keys.watch(self._service.end_revoked)))
         if not self._config.disable_log_stats:
             self._tasks.append(asyncio.create_task(ThroughputLog(self._service).run()))
         await asyncio.wait({http, engine, signalled}, return_when=asyncio.FIRST_COMPLETED)

@@ -94,7 +94,7 @@ class Admission:
             remaining, most = request.num_tokens - start, room.at(start)
             if not most or (remaining > most and not self._config.chunked_prefill):
                 break
-            if not self._has_room_for(request, prefix):
+            if self._lacking(request, prefix) > 0:
                 waiting.head_is_blocked = True
                 break
             count = min(remaining, most)
@@ -104,17 +104,21 @@ class Admission:
             room.take(start, count)
         return chunks
 
-    def _has_room_for(self, request: Request, prefix: IntArray) -> bool:
-        """Whether a newcomer fits after what a running prefill still needs and a page for every decode.
+    def lacking_pages(self, request: Request) -> int:
+        """How many more free pages a newcomer needs; 0 or less: it can be admitted."""
+        return self._lacking(request, self._running.taken.cached_prefix(request))
+
+    def _lacking(self, request: Request, prefix: IntArray) -> int:
+        """It must fit after what a running prefill still needs and a page for every decode.
 
         Admitting a request that is preempted soon after would compute its prompt twice.
         """
         running, taken = self._running, self._running.taken
         if not running.requests:
-            return True
+            return 0
         behind = taken.missing_at_once(request, request.num_tokens - len(prefix) * self._pages.page_size)
         needed = behind + self._pages.num_unowned(prefix)
         promised = 0
         if running.prefilling is not None:
             promised = taken.missing_at_once(running.prefilling, running.prefilling.num_tokens)
-        return needed + promised + len(running.decoding) <= self._pages.num_free
+        return needed + promised + len(running.decoding) - self._pages.num_free

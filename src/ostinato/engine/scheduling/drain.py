@@ -62,7 +62,7 @@ class Drain:
 
     def announce(self) -> Announced:
         """Announce a request that has arrived and will be added later."""
-        announced = Announced(self.is_on)
+        announced = Announced(self.is_late)
         self._announced.add(announced)
         return announced
 
@@ -71,12 +71,13 @@ class Drain:
         self._announced.discard(announced)
 
     @contextmanager
-    def arrival(self, announced: Announced | None) -> Iterator[None]:
-        """A request added inside counts as arrived when it was announced, if it was."""
-        self._arriving = announced
+    def arrival(self, announced: Announced | None, *, is_last: bool = True) -> Iterator[None]:
+        """A request added inside counts as arrived when it was announced, if it was; unless it is the last
+        one that was announced so, others follow."""
+        before, self._arriving = self._arriving, announced or self._arriving
         try:
             yield
         finally:
-            self._arriving = None
-            if announced is not None:
+            self._arriving = before
+            if announced is not None and is_last:
                 self.withdraw(announced)

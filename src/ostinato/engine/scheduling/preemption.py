@@ -1,6 +1,10 @@
-"""Pages for decoding requests, taken from the youngest request if none is free."""
+"""Pages for decoding requests, taken from the youngest request if none is free; of several tenants, from the
+youngest of the one with the most pages."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +25,7 @@ class Preemption:
 
     def grow(self, requests: tuple[Request, ...], rows: IntArray, count: int = 1) -> bool:
         """Give a page to each decoding request without room for `count` tokens, at most a page's worth; if
-        none is free, preempt the youngest.
+        none is free, preempt the youngest; Note [Shares of tenants] in fair_shares.py.
 
         True if a request was preempted: the decoding requests have then changed.
         """
@@ -36,16 +40,45 @@ class Preemption:
         for request in sorted(growing, key=lambda request: request.order):
             # It may have been preempted for an older one, or be the youngest itself.
             while request.row and self._pages.num_free < 1:
-                self.preempt(running.requests[-1])
+                self.preempt(self._victim())
             if request.row:
                 running.taken.take(request, 1)
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take row and pages from the youngest running request; it is computed again later."""
+        """Take row and pages from a running request; it is computed again later, before all that wait."""
+        is_youngest = request is self._running.requests[-1]
+        self.take_from(request)
+        if is_youngest:
+            self._waiting.take_back(request)
+        else:
+            self._waiting.queue_first(request)
+
+    def take_from(self, request: Request) -> None:
+        """The same, but the caller queues it."""
         take_row(request, self._running)
         self.count += 1
-        self._waiting.take_back(request)
+
+    def _victim(self) -> Request:
+        requests = self._running.requests
+        if len(self._running.num_of) == 1:
+            return requests[-1]
+        pages = Counter[str]()
+        for request in requests:
+            pages[request.tenant] += len(request.pages)
+        weights = {request.tenant: request.weight for request in requests}
+        return hungriest(requests[1:], pages, weights) or requests[-1]
+
+
+def hungriest(
+    requests: Sequence[Request], pages: Mapping[str, int], weights: Mapping[str, float]
+) -> Request | None:
+    """The youngest of these requests, oldest first, whose tenant has the most pages per weight."""
+    tenants = {request.tenant for request in requests}
+    if not tenants:
+        return None
+    most = max(tenants, key=lambda tenant: (pages[tenant] / weights[tenant], tenant))
+    return next(request for request in reversed(requests) if request.tenant == most)
 
 
 def take_row(request: Request, running: RunningRequests) -> None:

@@ -93,6 +93,10 @@ class Request:
     """Only requests with the same salt find each other's prefixes in the cache."""
     adapter: AdapterVersion | None = None
     """The adapter added to the model's weights for it."""
+    tenant: str = ""
+    """Whose request it is: tenants share request slots and pages (`fair_shares.py`)."""
+    weight: float = 1.0
+    """The share of its tenant, relative to those of others."""
     arrival_time: float = field(default_factory=time.monotonic)
     """When it arrived, for latencies; the order of service is the order of `Scheduler.add`."""
 

@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,6 +37,8 @@ class RunningRequests:
         """Those whose prompts are computed, oldest first."""
         self.batch: DecodeBatch | None = None
         """The same, as a step takes them; None: must be rebuilt."""
+        self.num_of: Counter[str] = Counter()
+        """Running requests by tenant; those without any are not in it."""
         self.joined: list[Request] = []
         """Those that got a row since the last step."""
         self._config, self._pages, self._waiting = config, pages, waiting
@@ -50,11 +53,16 @@ class RunningRequests:
         self.taken.start(request, prefix, count)
         request.status = RequestStatus.RUNNING
         self.requests.append(request)
+        self.num_of[request.tenant] += 1
+        self._waiting.shares_are_settled = False
         self.joined.append(request)
 
     def move_out(self, request: Request) -> None:
         """Take row and pages from it."""
         self.requests.remove(request)
+        self.num_of[request.tenant] -= 1
+        if not self.num_of[request.tenant]:
+            del self.num_of[request.tenant]
         if self.prefilling is request:
             self.prefilling = None
         if request in self.decoding:
@@ -63,7 +71,7 @@ class RunningRequests:
         self.taken.leave(request)
         self._waiting.line.move_out(int(self.rows.adapter_slots[request.row]))
         self.rows.move_out(request)
-        self._waiting.head_is_blocked = False
+        self._waiting.head_is_blocked = self._waiting.shares_are_settled = False
 
     def give_back_pages(self) -> None:
         """Give back pages that no future token can see."""
@@ -145,6 +153,7 @@ class RunningRequests:
     def drop_finished(self) -> None:
         """Rebuild the books, whatever state they are in, for requests that have not ended."""
         self.requests = [request for request in self.requests if not request.is_finished]
+        self.num_of = Counter(request.tenant for request in self.requests)
         self.rows.restore(self.requests)
         self._waiting.line.restore(self.rows.adapter_slots.tolist())
         self.decoding = [request for request in self.decoding if not request.is_finished]
@@ -158,6 +167,7 @@ class RunningRequests:
         """Assert that pages and rows are consistent."""
         owned = [[page for page in request.pages if page] for request in self.requests]
         self._pages.check_integrity(owned, chains_are_whole=self._config.window is None)
+        assert self.num_of == Counter(request.tenant for request in self.requests)
         tenants = [request for request in self.rows.requests if request is not None]
         assert sorted(tenants, key=id) == sorted(self.requests, key=id), "a row is lost or taken twice"
         assert self.rows.num_free + len(self.requests) == self._config.max_running

@@ -5,6 +5,7 @@ The parts, each with its own books; this file calls them in order:
     waiting_requests  requests without a row, and why    admission   prompts: who enters, and how much
     running_requests  requests with a row                preemption  pages for decodes, taken if necessary
     step_maker        steps as arrays                    landing     steps in flight, and their results
+    fair_shares       shares of tenants, if there are several
 
 Note [One step ahead]
 `schedule` may be called again before the previous step is complete (at most `lookahead` steps). All it needs
@@ -32,7 +33,8 @@ are full, so no step in flight writes to them. Results for a row that changed ha
 on seed and position.
 
 Note [Fair order]
-First come, first served, in the order of `add`. Only the first waiting request is ever admitted, and the
+First come, first served, in the order of `add`; for several tenants, see Note [Shares of tenants] in
+fair_shares.py. Only the first waiting request is ever admitted, and the
 victim of a preemption is the youngest running request, which goes to the head of the queue. Hence every
 running request is older than every waiting one. Prompts take what the decodes leave of a step, one after the
 other, so at most one running request has its prompt partly computed, and it is the youngest.
@@ -59,6 +61,7 @@ from ..adapters.slots import AdapterSlots
 from .admission import Admission
 from .decode_batch import DecodeBatch
 from .drain import Drain
+from .fair_shares import FairShares
 from .landing import Landing
 from .preemption import Preemption, take_row
 from .prompt_room import PromptBound
@@ -94,6 +97,13 @@ class Scheduler:
         self._running = RunningRequests(config, pages, self._waiting)
         self._preemption = Preemption(pages, self._running, self._waiting)
         self._admission = Admission(config, pages, self._running, self._waiting, prompt_bound)
+        self._shares = FairShares(
+            self._running,
+            self._waiting,
+            self._preemption,
+            self._admission.lacking_pages,
+            config.max_batched_tokens,
+        )
         self._landing = Landing(self._running, self.finish)
         self._steps = StepMaker(self._running.rows, config.max_running)
         self.max_len = self._running.max_len
@@ -293,6 +303,8 @@ class Scheduler:
         if self._is_paused:
             return None
         running = self._running
+        if not self._waiting.shares_are_settled:
+            self._shares.make_way()
         batch, may_prompt = running.batch, self._admission.may_prompt
         if batch is not None and batch.steady_steps and not may_prompt:
             num_drafts = self._num_drafts(batch.rows)

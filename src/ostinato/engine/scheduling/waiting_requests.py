@@ -29,6 +29,8 @@ class WaitingRequests:
         """The current drain: which requests are late, which are held; later ones are announced here."""
         self.head_is_blocked = False
         """Pages become free only when a request leaves; until then the first in the queue is not retried."""
+        self.shares_are_settled = True
+        """Nobody has begun to run or to wait since tenants' shares were last looked at."""
         self.num_queued = 0
         """Places in the order that were given out."""
 
@@ -50,18 +52,21 @@ class WaitingRequests:
         request.order = self.num_queued
         self.num_queued += 1
         self.turn.append(request)
+        self.shares_are_settled = False
 
-    def queue_first(self, request: Request) -> None:
-        """Put it before all that wait; they get new numbers."""
-        behind = list(self.turn)
+    def queue_first(self, *requests: Request) -> None:
+        """Put these before all that wait, if they do not wait yet; all get new numbers."""
+        first = dict.fromkeys(requests)
+        behind = [each for each in self.turn if each not in first]
         self.turn.clear()
         self.head_is_blocked = False
-        for each in (request, *behind):
+        for each in (*first, *behind):
             self.queue(each)
 
     def take_back(self, request: Request) -> None:
         """Queue a request that ran, the youngest of all that did: it is older than all that wait."""
         self.turn.appendleft(request)
+        self.shares_are_settled = False
 
     def release(self, request: Request) -> None:
         """Let a parked request wait for its turn; one that has run before goes first."""
@@ -86,7 +91,7 @@ class WaitingRequests:
             del self.arrivals.held[request]
         else:
             self.turn.remove(request)
-            self.head_is_blocked = False
+            self.head_is_blocked = self.shares_are_settled = False
 
     def drop_finished(self) -> None:
         """Remove requests that ended while the books were inconsistent."""
@@ -94,4 +99,4 @@ class WaitingRequests:
         self.parked = {request: None for request in self.parked if not request.is_finished}
         held = self.arrivals.held
         self.arrivals.held = {request: None for request in held if not request.is_finished}
-        self.head_is_blocked = False
+        self.head_is_blocked = self.shares_are_settled = False

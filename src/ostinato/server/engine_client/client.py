@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from ..log_lines import announce
+from ..tenants.tenant import NOBODY, Tenant
 from ..wire.messages import (
     Abort,
     AdapterInfo,
@@ -130,6 +131,10 @@ class EngineClient:
         self._adapters = adapters
         self._connection: EngineConnection | None = None
         self._listeners: dict[int, Listener] = {}
+        self._tenants: dict[int, Tenant] = {}
+        """Of the same requests."""
+        self._present: dict[Tenant, None] = {}
+        """Tenants with unfinished requests."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_id = 0
         self._last_words: str | None = None
@@ -144,6 +149,11 @@ class EngineClient:
     def num_unfinished(self) -> int:
         """Engine requests whose end has not come yet."""
         return len(self._listeners)
+
+    def share_of(self, tenant: Tenant) -> float:
+        """Returns the share of a tenant among those with unfinished requests and itself."""
+        others = sum(other.weight for other in self._present if other is not tenant)
+        return tenant.weight / (tenant.weight + others)
 
     # -- its life ----------------------------------------------------------------------------------
 
@@ -261,6 +271,8 @@ class EngineClient:
     def fail_all(self, what: str) -> None:
         """Tell everybody who waits that nothing more will come."""
         listeners, self._listeners = self._listeners, {}
+        for id in listeners:
+            self._leave(id)
         calls, self._calls = self._calls, {}
         for listener in listeners.values():
             listener.fail(EngineGone(what))
@@ -277,6 +289,7 @@ class EngineClient:
         listeners: Sequence[Listener],
         cache_salt: str | None = None,
         adapter: str | None = None,
+        tenant: Tenant = NOBODY,
     ) -> range:
         """Asks for completions of one prompt, one for each listener; returns their ids.
 
@@ -285,8 +298,10 @@ class EngineClient:
         connection = self._living()
         ids = range(self._next_id, self._next_id + len(listeners))
         self._next_id = ids.stop
-        self._listeners.update(zip(ids, listeners, strict=True))
-        connection.send(Generate(ids.start, prompt_ids, params, cache_salt, adapter, len(ids)))
+        for id, listener in zip(ids, listeners, strict=True):
+            self._enter(id, listener, tenant)
+        whose = tenant.name, tenant.weight
+        connection.send(Generate(ids.start, prompt_ids, params, cache_salt, adapter, len(ids), *whose))
         return ids
 
     def embed(
@@ -296,16 +311,31 @@ class EngineClient:
         listener: Listener,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        tenant: Tenant = NOBODY,
     ) -> int:
         """Ask for one vector; its id."""
         connection, id = self._living(), self._new_id()
-        self._listeners[id] = listener
-        connection.send(Embed(id, prompt_ids, pooling, adapter, cache_salt))
+        self._enter(id, listener, tenant)
+        whose = tenant.name, tenant.weight
+        connection.send(Embed(id, prompt_ids, pooling, adapter, cache_salt, *whose))
         return id
+
+    def _enter(self, id: int, listener: Listener, tenant: Tenant) -> None:
+        self._listeners[id], self._tenants[id] = listener, tenant
+        tenant.num_unfinished += 1
+        self._present[tenant] = None
+
+    def _leave(self, id: int) -> None:
+        tenant = self._tenants.pop(id)
+        tenant.num_unfinished -= 1
+        if not tenant.num_unfinished:
+            del self._present[tenant]
 
     def forget(self, ids: Sequence[int]) -> None:
         """Abort requests; their listeners hear no more."""
         known = [id for id in ids if self._listeners.pop(id, None) is not None]
+        for id in known:
+            self._leave(id)
         if known and self.state is EngineState.READY:
             self._living().send(Abort(known))
 
@@ -378,6 +408,7 @@ class EngineClient:
             return  # forgotten while the news was on its way
         if news.finish_reason is not None:
             del self._listeners[news.id]
+            self._leave(news.id)
         listener.take_in(news)
 
     def _settle(self, reply: Reply) -> None:

@@ -103,9 +103,10 @@ class EngineControls:
     def _flush_cache(self, timeout: float) -> Waiting:
         """Only while nobody has KV, or is about to: wait for that as long as this."""
         scheduler, end = self._engine.core.scheduler, time.monotonic() + timeout
-        while scheduler.running or (scheduler.num_waiting and not self._engine.core.is_paused):
+        intake = self._engine.intake
+        while scheduler.running or (scheduler.num_waiting + len(intake) and not self._engine.core.is_paused):
             if time.monotonic() >= end:
-                running, waiting = len(scheduler.running), scheduler.num_waiting
+                running, waiting = len(scheduler.running), scheduler.num_waiting + len(intake)
                 raise RequestError(f"the cache is in use: {running} requests run, {waiting} wait")
             yield None
         scheduler.flush_prefix_cache()

@@ -65,7 +65,7 @@ class EngineServer:
         self._arrivals = zmq.Poller()
         self._arrivals.register(commands, zmq.POLLIN)
         self._arrivals.register(self._calls.bell, zmq.POLLIN)
-        self._statistics = StatisticsTaker(llm)
+        self._statistics = StatisticsTaker(llm, self._engine.intake)
         self._next_statistics = 0.0
         self._stopping = False
 
@@ -101,7 +101,7 @@ class EngineServer:
         """
         if not self._engine.is_busy:
             self._heartbeat.at_rest()
-            self._arrivals.poll(FILES_EVERY if self._engine.waits_for_files else int(STATISTICS_EVERY * 1000))
+            self._arrivals.poll(self._rest_milliseconds)
         self._heartbeat.at_work()
         until = time.monotonic() + INTAKE_SECONDS
         while not self._stopping:
@@ -113,12 +113,19 @@ class EngineServer:
             if time.monotonic() >= until and self._engine.is_busy:
                 return
 
+    @property
+    def _rest_milliseconds(self) -> int:
+        """How long to wait for something to arrive, with nothing to step."""
+        if self._engine.intake.can_feed:
+            return 0
+        return FILES_EVERY if self._engine.waits_for_files else int(STATISTICS_EVERY * 1000)
+
     def _carry_out(self, command: Command) -> None:
         match command:
             case Generate():
                 self._tell(self._engine.generate(command))
             case Embed():
-                self._tell_one(self._engine.embed(command))
+                self._tell(self._engine.embed(command))
             case Abort(ids, silent):
                 ended = self._engine.abort(ids)
                 if not silent:
@@ -135,10 +142,6 @@ class EngineServer:
     def _settle(self) -> None:
         """Wait for the steps under way; nobody hears of what they brought later than of what follows."""
         self._tell_step(self._engine.settle())
-
-    def _tell_one(self, news: News | None) -> None:
-        if news is not None:
-            self._tell([news])
 
     def _tell(self, news: list[News]) -> None:
         if news:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-
-import numpy as np
 
 from ostinato.engine.adapters.lora_request import LoRARequest
 from ostinato.engine.adapters.slots import AdapterVersion
@@ -23,6 +21,7 @@ from ostinato.models.adapters.adapter import Adapter
 
 from ..wire.messages import JUDGED, Embed, Generate, News, Standing, StepNews, TokenLogprobs
 from .adapter_reading import AdapterReading
+from .intake import Group, Intake
 
 
 class ServedEngine:
@@ -51,13 +50,15 @@ class ServedEngine:
         self._batch: tuple[Request, ...] = ()
         self._batch_ids: list[int] = []
         """Of the last step; while the same requests go on, nothing about them has to be worked out."""
+        self._batch_tenants: Counter[tuple[str, float]] = Counter()
+        """Tokens of these by tenant and weight."""
+        self.intake = Intake(core.scheduler, self._hand_over, core.config.config.seed)
+        """What has arrived and waits for its turn to wait for its turn."""
         self._reading = None if core.adapters is None else AdapterReading(core.adapters)
         self._unread: dict[int, Announced] = {}
         """Requests whose adapters are being read."""
         self._aborted_unread: set[int] = set()
         self._refused_late: list[list[News]] = []
-        # Requests without a seed get one from here: a run with the same requests repeats itself.
-        self._seeds = np.random.default_rng(core.config.config.seed)
 
     @property
     def is_busy(self) -> bool:
@@ -65,35 +66,36 @@ class ServedEngine:
         return self.core.can_step
 
     def generate(self, command: Generate) -> list[News]:
-        """Queues completions of one prompt; returns news of those that are refused."""
-        prompt: list[int] | IntArray = command.prompt_ids
-        if command.num > 1:  # an array is shared
-            with suppress(OverflowError):
-                prompt = token_array(prompt)
-        told = [self._generate(command, number, prompt) for number in range(command.num)]
-        return [news for news in told if news is not None]
+        """Take in completions of one prompt; returns news of those that are refused."""
+        self.intake.add(command)
+        return self.intake.feed()
 
-    def _generate(self, command: Generate, number: int, prompt: list[int] | IntArray) -> News | None:
-        id, params = command.id + number, command.params.seeded(number)
-        self._arrived[id] = time.perf_counter()
-        if params.seed is None and not params.is_greedy:
-            params.seed = int(self._seeds.integers(2**62))
+    def embed(self, command: Embed) -> list[News]:
+        """Take in an embedding; returns news if it is refused."""
+        self.intake.add(command)
+        return self.intake.feed()
+
+    def _hand_over(self, group: Group, number: int) -> News | None:
+        """Queues one completion or embedding of those that have arrived; returns news if it is refused."""
+        command = group.command
+        id = command.id + number
+        self._arrived[id] = group.arrived
+        if group.prompt is None:
+            with suppress(OverflowError):  # completions share the array
+                group.prompt = token_array(command.prompt_ids)
+        prompt = command.prompt_ids if group.prompt is None else group.prompt
+        params = command.params.seeded(number) if isinstance(command, Generate) else None
+        if group.seeds is not None:
+            assert params is not None
+            params.seed = group.seeds[number]
 
         def add(adapter: AdapterVersion | None) -> News | None:
-            return self._add(id, prompt, params, command.cache_salt, adapter)
-
-        return self._with_adapter(id, command.adapter, add)
-
-    def embed(self, command: Embed) -> News | None:
-        """Queue an embedding; news only if it is refused."""
-
-        def add(adapter: AdapterVersion | None) -> News | None:
-            refused = self._add(command.id, command.prompt_ids, None, command.cache_salt, adapter)
-            if refused is None:
-                self._poolings[command.id] = command.pooling
+            refused = self._add(id, prompt, params, command, adapter)
+            if refused is None and isinstance(command, Embed):
+                self._poolings[id] = command.pooling
             return refused
 
-        return self._with_adapter(command.id, command.adapter, add)
+        return self._with_adapter(id, command.adapter, add)
 
     def _with_adapter(
         self, id: int, name: str | None, add: Callable[[AdapterVersion | None], News | None]
@@ -139,11 +141,13 @@ class ServedEngine:
         return self._reading is not None and self._reading.is_under_way
 
     def carry_on(self) -> list[News]:
-        """Queue requests whose adapters were read, between two steps; news of those that are refused."""
+        """Queue requests whose adapters were read, and those that there is room for now, between two steps;
+        returns news of those that are refused."""
         if self._reading is None or not self._reading.is_under_way:
-            return []
+            return self.intake.feed()
         self._reading.carry_on()
-        news = [each for told in self._refused_late for each in told]
+        news = self.intake.feed()
+        news += [each for told in self._refused_late for each in told]
         for told in self._refused_late:
             told.clear()
         if not self._reading.is_under_way:
@@ -163,7 +167,7 @@ class ServedEngine:
         for id in unread:
             self.core.scheduler.arrivals.withdraw(self._unread.pop(id))
         self._aborted_unread |= unread
-        ended = [id for id in ids if id in unread or self.core.abort(str(id))]
+        ended = [id for id in ids if id in unread or self.intake.withdraw(id) or self.core.abort(str(id))]
         for id in ended:
             self._poolings.pop(id, None)
             self._begun.discard(id)
@@ -174,7 +178,7 @@ class ServedEngine:
     def abort_all(self) -> list[News]:
         """End all requests; news of them."""
         queued = [int(request.request_id) for request in self.core.scheduler.unfinished]
-        return self.abort([*self._unread, *queued])
+        return self.abort([*self._unread, *queued, *self.intake.ids])
 
     @property
     def standing(self) -> Standing:
@@ -205,6 +209,7 @@ class ServedEngine:
             else:
                 told.ids.extend(self._batch_ids)
                 told.tokens.extend(tokens)
+            self.intake.charge(self._batch_tenants)
         return told
 
     def _note_admitted(self, began: float) -> None:
@@ -244,13 +249,14 @@ class ServedEngine:
         self._begun.difference_update(int(request.request_id) for request in ended)
         # Those who have ended are in no batch to come.
         self._batch, self._batch_ids = requests, ids
+        self._batch_tenants = Counter((request.tenant, request.weight) for request in requests)
 
     def _add(
         self,
         id: int,
         prompt: list[int] | IntArray,
         params: SamplingParams | None,
-        cache_salt: str | None,
+        command: Generate | Embed,
         adapter: AdapterVersion | None,
     ) -> News | None:
         why = self.core.sleeper.why_no_step
@@ -261,7 +267,17 @@ class ServedEngine:
         try:
             eos = self.core.loaded.eos_token_ids
             grammar = None if params is None else self.core.following.text(params)
-            request = Request(str(id), token_array(prompt), params, eos, grammar, cache_salt, adapter)
+            request = Request(
+                str(id),
+                token_array(prompt),
+                params,
+                eos,
+                grammar,
+                command.cache_salt,
+                adapter,
+                command.tenant,
+                command.weight,
+            )
             self.core.add(request)
             self._arrived.setdefault(id, time.perf_counter())
             if adapter is not None:

@@ -15,14 +15,15 @@ from ostinato.engine.speculating.counts import SpeculationReport
 from ostinato.graphs import Report
 
 from ..wire.messages import DraftCounters, GraphCounters, Statistics
+from .intake import Intake
 from .utilization import UtilizationClock
 
 
 class StatisticsTaker:
     """Reads what the engine counts, and measures what it does not."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, intake: Intake) -> None:
+        self._llm, self._intake = llm, intake
         self._busy_seconds = 0.0
         self._taken_at = time.perf_counter()
         self._device_clock = UtilizationClock.of(llm.engine.core.config.device)
@@ -42,7 +43,7 @@ class StatisticsTaker:
         times = llm.step_times()
         return Statistics(
             running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
+            waiting=scheduler.num_waiting + len(self._intake),
             is_paused=scheduler.is_paused,
             pages_usable=pages.num_usable,
             pages_free=pages.num_free,
@@ -65,7 +66,9 @@ class StatisticsTaker:
             device_bytes=_device_bytes(core.config.device),
             max_adapters=core.config.config.adapter_slots if core.adapters is not None else 0,
             running_adapters=_adapters_of(scheduler.running),
-            waiting_adapters=_adapters_of([*scheduler.waiting, *scheduler.line.waiting]),
+            waiting_adapters=sorted(
+                {*_adapters_of([*scheduler.waiting, *scheduler.line.waiting]), *self._intake.adapters}
+            ),
             drafts=_drafts(llm.speculation_report(), len(scheduler.running)),
         )
 

@@ -16,9 +16,10 @@ from starlette.routing import Route
 from ostinato import __version__
 
 from ..openai.body import REFUSALS
-from ..openai.errors import ApiError
+from ..openai.errors import ApiError, refused
 from ..openai.generation import ClientGone
 from ..service import Service
+from ..tenants.quotas import RATE_HEADERS, Refusal
 from .adapters import adapter_routes
 from .administration import admin_routes
 from .answer_count import AnswerCount
@@ -65,10 +66,11 @@ def make_app(service: Service) -> FastAPI:
     # The last one added is the first to see a request.
     config = service.config
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.client_timeout)
-    app.add_middleware(KeyCheck, config=service.config)
+    app.add_middleware(KeyCheck, keys=service.keys, open_admin=config.open_admin)
     if service.config.allowed_origins:
         # Before the keys: a browser asks whether it may send one without sending it.
-        origins, exposed = list(service.config.allowed_origins), ["X-Request-Id", "Retry-After"]
+        origins = list(service.config.allowed_origins)
+        exposed = ["X-Request-Id", "Retry-After", *RATE_HEADERS]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -82,6 +84,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(TrailingSlash)
     app.add_middleware(LastAnswer)
     app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(Refusal, _refusal)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -98,6 +101,11 @@ def _paths(routers: Sequence[APIRouter]) -> frozenset[str]:
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
+
+
+async def _refusal(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return error_response(refused(error))
 
 
 async def _client_gone(_: Request, __: Exception) -> Response:

@@ -1,22 +1,25 @@
-"""Who may ask for what: bearer keys, compared in constant time, and loopback for admins without a key."""
+"""Who may ask for what: bearer keys and their quotas, and loopback for admins without a key."""
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..config import ServerConfig
-from ..openai.errors import ApiError
-from ..tenant import current_tenant, tenant_of
+from ..openai.errors import ApiError, refused
+from ..tenants.key_file import Scope as KeyScope
+from ..tenants.key_table import KeyTable, unauthorized
+from ..tenants.quotas import Quota, Refusal
+from ..tenants.tenant import current_key, current_tenant
 from .json_answers import error_response
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/stats", "/version"})
 """Answered without a key: for probes, scrapers and the page. None of them shows what anybody asked."""
+
+METRICS_PATHS = frozenset({"/metrics", "/stats"})
+"""Open, unless some key is for metrics."""
 
 WEIGHT_PATHS = frozenset(
     {
@@ -81,46 +84,79 @@ ADMIN_PATHS = WEIGHT_PATHS | frozenset(
 class KeyCheck:
     """Middleware in front of everything."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyTable, *, open_admin: bool) -> None:
         self._app = app
-        self._keys = tuple(key.encode() for key in config.api_key)
-        self._admin_keys = (config.admin_key.encode(),) if config.admin_key else ()
-        self._is_open = config.open_admin
-        all_keys = {*self._keys, *self._admin_keys}
-        self._tells_apart = len(all_keys) > 1 and not config.share_prefixes
+        self._keys = keys
+        self._is_open = open_admin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401 or 403."""
-        if scope["type"] == "http":
-            try:
-                self._check(scope)
-            except ApiError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        """Pass on, or answer 401, 403 or 429."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        quota = current_tenant.get().quota
+        has_begun = False
+        try:
+            self._check(scope)
+            quota = current_tenant.get().quota
+            if quota.limits.are_any and scope["method"] == "POST" and scope["path"] not in ADMIN_PATHS:
+                _begin(quota)
+                has_begun = True
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if not has_begun:
+            await self._app(scope, receive, send)
+            return
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(quota.headers)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, told)
+        finally:
+            quota.end()
 
     def _check(self, scope: Scope) -> None:
-        path, headers = scope["path"], Headers(scope=scope)
+        path, headers, keys = scope["path"], Headers(scope=scope), self._keys
         if path in ADMIN_PATHS:
-            if self._admin_keys:
-                self._check_bearer(headers, self._admin_keys)
+            if keys.has_admins:
+                self._check_bearer(headers, "admin")
                 return
             if not self._is_open:
                 _check_local(scope, headers)
-                return
-        if self._keys and path not in OPEN_PATHS:
-            self._check_bearer(headers, (*self._keys, *self._admin_keys))
+        if path in METRICS_PATHS and keys.guards_metrics:
+            self._check_bearer(headers, "metrics")
+        elif keys.is_needed and path not in OPEN_PATHS:
+            self._check_bearer(headers, "inference")
+        else:
+            client = scope.get("client")
+            current_tenant.set(keys.addresses.of("" if client is None else client[0]))
 
-    def _check_bearer(self, headers: Headers, keys: Sequence[bytes]) -> None:
+    def _check_bearer(self, headers: Headers, scope: KeyScope) -> None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         sent = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        # All of them, always: the time taken tells nothing about which came close.
-        matches = [hmac.compare_digest(sent, key) for key in keys]
-        if not any(matches):
-            what = "the API key is wrong" if sent else "an API key is needed, as a bearer token"
-            raise ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        if self._tells_apart:
-            current_tenant.set(tenant_of(sent))
+        try:
+            key = self._keys.key(sent)
+        except Refusal as refusal:
+            raise refused(refusal) from None
+        if scope not in key.scopes:
+            if not key.is_of_file:
+                raise refused(unauthorized("the API key is wrong"))
+            scopes = ", ".join(sorted(key.scopes))
+            message = f"the key {key.name!r} is not for this: it has the scopes {scopes}"
+            raise ApiError(403, message, code="insufficient_scope")
+        current_tenant.set(self._keys.tenant(key))
+        current_key.set(key.digest)
+
+
+def _begin(quota: Quota) -> None:
+    try:
+        quota.begin()
+    except Refusal as refusal:
+        raise refused(refusal) from None
 
 
 def _check_local(scope: Scope, headers: Headers) -> None:

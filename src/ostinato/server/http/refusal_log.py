@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..log_lines import LimitedLines, say
 from ..openai.errors import ErrorBody
-from ..tenant import current_tenant
+from ..tenants.tenant import current_tenant
 from .keys import ADMIN_PATHS
 
 _PROBES = frozenset({"/health", "/health_generate", "/ping"})
@@ -72,7 +72,7 @@ class AuditLog:
             if message["type"] == "http.response.start" and message["status"] not in (401, 403):
                 client = scope.get("client")
                 who = "unknown" if client is None else client[0]
-                key = f" with key {tenant[:8]}" if (tenant := current_tenant.get()) else ""
+                key = f" with key {tenant.label}" if (tenant := current_tenant.get()).label else ""
                 call = f"{scope['method']} {_one_line(scope['path'])}"
                 say(f"admin: {call} by {who}{key}: {message['status']} in {time.monotonic() - began:.3f} s")
             await send(message)

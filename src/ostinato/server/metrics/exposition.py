@@ -7,6 +7,7 @@ graphs have is ours.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class ServerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All metrics as they are now."""
         yield from self._requests()
+        yield from self._tenants()
         statistics = self._service.engine.statistics
         if statistics is not None:
             yield from self._engine(statistics)
@@ -120,6 +122,44 @@ class ServerCollector(Collector):
         )
         text = "Requests refused because the queue was full."
         yield self._one(CounterMetricFamily, OURS, "requests_rejected", text, metrics.rejected)
+
+    def _tenants(self) -> Iterator[Metric]:
+        """By the names of keys, and all addresses together."""
+        keys = self._service.keys
+        running, waiting = Counter[str](), Counter[str]()
+        for generation in self._service.generations.values():
+            for completion in generation.completions:
+                if not completion.is_finished:
+                    places = waiting if completion.first_token_at is None else running
+                    places[completion.tenant.label] += 1
+        labels = [*(tenant.label for tenant in keys.tenants), ""]
+        everyone = [(tenant.label, tenant.counts, tenant.quota.refused) for tenant in keys.tenants]
+        everyone.append(("", keys.addresses.counts, Counter()))
+        for name, text, values in (
+            ("tenant_requests_running", "Completions that have begun, by key.", running),
+            ("tenant_requests_waiting", "Completions without a token yet, by key.", waiting),
+        ):
+            found = (((label,), values[label]) for label in labels)
+            yield self._labelled(GaugeMetricFamily, OURS, name, text, ["tenant"], found)
+        for name, text, field in (
+            ("tenant_prompt_tokens", "Prompt tokens of requests, by key.", "prompt_tokens"),
+            ("tenant_generation_tokens", "Generated tokens, by key.", "generation_tokens"),
+        ):
+            totals = (((label,), getattr(counts, field)) for label, counts, _ in everyone)
+            yield self._labelled(CounterMetricFamily, OURS, name, text, ["tenant"], totals)
+        refused = (
+            ((label, reason), count)
+            for label, counts, of_quota in everyone
+            for reason, count in (counts.refused + of_quota).items()
+        )
+        text = "Requests that were refused, by key and reason."
+        yield self._labelled(
+            CounterMetricFamily, OURS, "tenant_requests_refused", text, ["tenant", "reason"], refused
+        )
+        text = "Whether the file of keys, as it is now, is in force."
+        yield self._one(GaugeMetricFamily, OURS, "keys_file_in_force", text, int(keys.is_current))
+        text = "How often a changed file of keys could not be used."
+        yield self._one(CounterMetricFamily, OURS, "keys_file_errors", text, keys.num_errors)
 
     def _engine(self, statistics: Statistics) -> Iterator[Metric]:
         used = statistics.pages_usable - statistics.pages_free

@@ -10,7 +10,7 @@ from ostinato.engine.delivery.completion_text import CompletionText
 from ostinato.engine.parameters.sampling_params import SamplingParams
 
 from ..engine_client.client import EngineClient, EngineGone
-from ..tenant import salted
+from ..tenants.tenant import current_tenant, salted
 from ..wire.messages import News, TokenLogprobs
 from .draft_metrics import Drafts
 from .errors import ApiError, engine_error, unavailable
@@ -75,11 +75,12 @@ class Completion:
         self.last_token_at: float | None = None
         self.num_received = 0
         """Tokens that came, those dropped included."""
-        self.params_of_prompt, self._number = params, number
-        """Shared by all completions of the prompt, whose lists these are."""
+        self.params_of_prompt, self.number = params, number
+        """Shared by all completions of the prompt, whose lists these are; and which of them it is."""
         self._keeps_output = keeps_output
         self._shape_param = shape_param
         self._cache_salt = salted(cache_salt)
+        self.tenant = current_tenant.get()
         self._model = model
         self._wakes_every = wakes_every
         self._on_token = on_token
@@ -128,7 +129,8 @@ class Completion:
             params = first.params_of_prompt.seeded(0)
             params.stop = []  # these stay here
             adapter = first._model.adapter
-            ids = engine.generate(first.prompt_ids, params, group, first._cache_salt, adapter)
+            salt, tenant = first._cache_salt, first.tenant
+            ids = engine.generate(first.prompt_ids, params, group, salt, adapter, tenant)
             for completion, id in zip(group, ids, strict=True):
                 completion._id = id
 
@@ -196,6 +198,7 @@ class Completion:
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         self.num_received += 1
+        self.tenant.take_token()
         if self._on_token is not None:
             self._on_token(self, since)
         if not self._keeps_output:
@@ -246,7 +249,7 @@ def _of_one_prompt(completions: Sequence[Completion]) -> Iterator[list[Completio
         if group and not (
             completion.params_of_prompt is group[0].params_of_prompt
             and completion.prompt_ids is group[0].prompt_ids
-            and completion._number == len(group)
+            and completion.number == len(group)
         ):
             yield group
             group = []

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ..engine_client.client import EngineClient, EngineGone
-from ..tenant import salted
+from ..tenants.tenant import current_tenant, salted
 from ..wire.messages import News
 from .errors import ApiError, engine_error, unavailable
 from .requests import EmbeddingRequest
@@ -90,11 +90,13 @@ async def vectors_of(
     prompts: list[list[int]], pooling: str, engine: EngineClient, model: ServedModel
 ) -> list[Vector]:
     """The vectors of all prompts, each of length 1. Cancelling it aborts what is unfinished."""
+    tenant = current_tenant.get()
+    tenant.take_prompt(sum(map(len, prompts)), 0)
     listeners = [_Vector(model) for _ in prompts]
     ids: list[int] = []
     try:
         for prompt, listener in zip(prompts, listeners, strict=True):
-            ids.append(engine.embed(prompt, pooling, listener, model.adapter, salted(None)))
+            ids.append(engine.embed(prompt, pooling, listener, model.adapter, salted(None), tenant))
         return [np.frombuffer(await listener.result, dtype="<f4") for listener in listeners]
     except EngineGone as error:
         raise unavailable(str(error)) from error

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ..tenants.quotas import Refusal
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -83,6 +85,11 @@ def engine_error(message: str, *, refused: bool, param: str | None = None) -> Ap
     """Of a request that the engine ended: the request's own fault, or the engine's, which may pass."""
     told = without_places(message)
     return ApiError(400, told, param=param) if refused else unavailable(told)
+
+
+def refused(refusal: Refusal) -> ApiError:
+    """What a tenant may not ask for, as an answer."""
+    return ApiError(refusal.status, str(refusal), code=refusal.code, headers=refusal.headers)
 
 
 def unavailable(message: str, retry_after: int = 5) -> ApiError:

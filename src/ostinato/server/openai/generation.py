@@ -36,6 +36,8 @@ class Generation:
         self.completions = completions
         self.error: ApiError | ClientGone | None = None
         """Why it ended early, if it did."""
+        self.key = b""
+        """The SHA-256 of the key that it was asked for with."""
         self._timeout = timeout
         self._pace = pace
         self._timer: asyncio.TimerHandle | None = None

@@ -29,6 +29,10 @@ class Generate(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """By name."""
     num: int = 1
     """Completions."""
+    tenant: str = ""
+    """Whose they are."""
+    weight: float = 1.0
+    """Of the tenant."""
 
 
 JUDGED = "judged"
@@ -42,6 +46,8 @@ class Embed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     pooling: str
     adapter: str | None = None
     cache_salt: str | None = None
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -1,0 +1,1 @@
+"""Those who share the server: their keys, quotas and fair shares."""
