@@ -296,12 +296,37 @@ def test_hooks_of_gradients_are_called_once(device):
     assert part.forward.eager_steps == {}
 
 
-def test_what_hooks_of_a_part_assign_is_named(device, caplog):
-    (part, _), seen = parts(device), []
-    part[1].register_full_backward_hook(lambda *given: seen.append(1))
-    x = randn(8, WIDTH, device=device).requires_grad_()
-    make_graphed_callables(part, (x,))
-    assert "every step assigns seen in Python" in caplog.text
+def test_what_a_part_leaves_in_python_is_left_by_replays(device):
+    """In the forward and in the backward; a tensor that it leaves carries gradients, too."""
+
+    class Leaving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.calls, self.balance, self.means = nn.Linear(WIDTH, WIDTH), 0, None, []
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.calls += 1
+            self.balance = y.square().mean(-1)
+            self.means.append(y.detach().mean(-1))
+            return y
+
+    torch.manual_seed(0)
+    made = nn.Sequential(Leaving(), nn.ReLU()).to(device)
+    eager, found, wanted = copy.deepcopy(made), [], []
+    made[1].register_full_backward_hook(lambda *given: found.append(given[2][0].mean(-1)))
+    eager[1].register_full_backward_hook(lambda *given: wanted.append(given[2][0].mean(-1)))
+    make_graphed_callables(made, (randn(8, WIDTH, device=device),))
+    for seed in range(3):
+        x = randn(8, WIDTH, device=device, seed=seed)
+        for model in (made, eager):
+            (model(x).sum() + model[0].balance.sum()).backward()
+    assert made.forward.replays == 3
+    assert made[0].calls == 3
+    torch.testing.assert_close(made[0].means, eager[0].means)
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(made.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_refusals(device):

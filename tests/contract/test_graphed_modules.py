@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from contract.steps import WIDTH, CallCounter, mlp, padded, randn, same
+from contract.steps import WIDTH, CallCounter, PythonRuns, mlp, padded, randn, same
 from ostinato.graphs import Reason, graphed
 
 
@@ -17,10 +17,10 @@ class Counting(torch.nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
         self.hidden_size = WIDTH
-        self.python_calls = 0
+        self.python_runs = PythonRuns()
 
     def forward(self, x, shift=None):
-        self.python_calls += 1
+        self.python_runs.add()
         self.steps.add_(1)
         y = self.inner(x) * self.scale + self.steps
         return y if shift is None else y + shift
@@ -111,7 +111,7 @@ def test_a_buffer_that_counts_advances_exactly_once_per_call(wrapped, device):
 def test_python_stands_still_and_results_equal_the_modules(wrapped, device):
     module, f = wrapped
     f(randn(3, WIDTH, device=device))
-    calls = module.python_calls
+    calls = module.python_runs.calls
     for n in (1, 2, 3, 4):
         x = randn(n, WIDTH, device=device, seed=n)
         out = f(x).clone()
@@ -119,7 +119,7 @@ def test_python_stands_still_and_results_equal_the_modules(wrapped, device):
         with torch.no_grad():
             assert same(out, module(padded(x, 2 if n < 3 else 4))[:n])
         calls += 1
-    assert module.python_calls == calls
+    assert module.python_runs.calls == calls
 
 
 def test_train_and_eval_reach_the_module_and_a_change_runs_eagerly_with_the_reason(wrapped, device, caplog):

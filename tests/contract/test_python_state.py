@@ -564,13 +564,16 @@ def test_a_count_that_nobody_reads_costs_no_graph(device, spelling):
             elif spelling == "in a dictionary":
                 self.stats["made"] += 1
             else:
-                self.seen.append(len(x))
+                self.seen.append(1)
             return x * 2
 
-    f, x = wrap(Counting(), LADDER), randn(3, WIDTH, device=device)
+    Counting.calls = 0
+    module, x = Counting(), randn(3, WIDTH, device=device)
+    f = wrap(module, LADDER)
     for _ in range(3):
         assert same(f(x).clone(), x * 2)
     assert (reasons(f), f.report().replays) == ({}, 3)
+    assert module.n + Counting.calls + module.stats["made"] + len(module.seen) == 3
 
 
 def test_what_only_python_uses_costs_no_graph(device):
@@ -720,9 +723,10 @@ def test_an_attribute_that_every_call_makes_is_there_after_the_first(device):
     assert not f.report().failures
 
 
-def test_a_count_that_replays_do_not_make_is_named_once(device, caplog):
+def test_a_time_that_replays_do_not_take_is_named_once_and_what_they_count_is_counted(device, caplog):
     f = wrap(Timed().to(device), LADDER)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "ostinato.graphs"):
         for rows in (3, 4, 1):
             f(randn(rows, WIDTH, device=device))
-    assert sum("calls" in message for message in caplog.messages) == 1
+    assert sum("took" in message for message in caplog.messages) == 1
+    assert f.calls == 3

@@ -65,7 +65,6 @@ def decay_moves(number, model, optimizer):
 
 
 CAUSES = {
-    "counts": (Counts, cross_entropy, None, "every step assigns calls"),
     "assigns state": (Assigns, cross_entropy, None, "assigning a new tensor to mean"),
     "alternates": (Alternates, cross_entropy, None, "different work"),
     "reads": (Reads, cross_entropy, None, "Tensor.item"),
@@ -90,7 +89,7 @@ def test_one_cause_is_one_warning(device, name, caplog):
         step(*batch)
     assert len(caplog.messages) == 1, caplog.messages
     assert words in caplog.text
-    if name in ("counts", "reads", "writes its input"):
+    if name in ("reads", "writes its input"):
         assert "test_training_warnings.py:" in caplog.messages[0]
 
 

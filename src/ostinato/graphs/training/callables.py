@@ -141,14 +141,16 @@ def _capture(
             for part in parts:
                 part.find_written(options)
             for part in parts:
-                part.find_dependence_on_the_batch(options)
+                with part.undone_in_python():
+                    part.find_dependence_on_the_batch(options)
             for part in parts:
-                for rung in reversed(part.ladder):
-                    part.warm_up(rung, options.warmups, options)
-                    for place in range(num_places):
-                        part.record_forward(rung, place, bridges, options)
-                        part.record_backward(rung, place, bridges, options)
-                    part.release()
+                with part.undone_in_python():
+                    for rung in reversed(part.ladder):
+                        part.warm_up(rung, options.warmups, options)
+                        for place in range(num_places):
+                            part.record_forward(rung, place, bridges, options)
+                            part.record_backward(rung, place, bridges, options)
+                        part.release()
 
 
 def _device_of(functions: Sequence[Any], samples: Sequence[Any]) -> torch.device:

@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +21,14 @@ from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..errors import CaptureError
 from ..inputs.buffers import Batch, InputBuffers
+from ..journal import WriteJournal
 from ..options import CaptureOptions
 from ..report import Report
 from ..results import Results
 from ..runner import CudaGraphRunner
-from ..trees import flatten
+from ..trees import flatten, map_tensors
 from ..trimming import Trimmer
+from ..wrapping.effects import Effects, Stepped
 from ..wrapping.reached import Reached
 from . import other_optimizers
 from .batches import IGNORED, LENGTH_DIM, BatchKind
@@ -60,7 +63,7 @@ class KindGraphs:
         return self.why_not_padded is None
 
     def cut(self, result: Any, shape: BatchShape) -> Any:
-        """What a padded step returned, without padding."""
+        """What a padded step returned, or left as well, without padding."""
         leaves, structure = flatten(result)
         if not self.is_padded or len(leaves) == 1:
             return result
@@ -149,7 +152,16 @@ class GraphsByKind:
 
     def _new(self, inputs: Any, targets: Any, is_accumulating: bool, before: Reached) -> KindGraphs:
         state = self._note_state(is_accumulating)
-        trial = PaddingTrial(self._loss, state, self._pool.backend, self._options, before.tensors)
+        values, known = self._values, bool(self.kinds)
+
+        def find_effects(run: Callable[[], WriteJournal]) -> Effects:
+            if not known:
+                values.effects = values.find_effects(before, run)
+            return values.effects
+
+        trial = PaddingTrial(
+            self._loss, state, self._pool.backend, self._options, before.tensors, find_effects
+        )
         if (carries := before.why_closed()) is None:
             kind, refusal = trial.kind_of(inputs, targets)
         else:  # not even a trial, which would take what the steps are to take
@@ -159,6 +171,7 @@ class GraphsByKind:
         batch, length = kind.matched(inputs, targets)
         if carries is None:
             carries = self._values.why_no_graph(lambda: trial.journal_of(kind, batch))
+            carries = carries or values.why_not_left(before)
         self._what_python_carries = self._what_python_carries or carries or trial.why_no_graph
         if self._ladder is None:
             self._ladder = Ladder([length])
@@ -166,8 +179,14 @@ class GraphsByKind:
         def step(descriptor: BatchDescriptor, **tensors: torch.Tensor) -> Any:
             is_rung = descriptor.num_tokens in self.rungs
             self._refuse_what_no_graph_keeps(kind)
-            with python_draws.refused_in_graphs(), self._without_other_optimizers():
-                return self._micro_batch(kind, tensors, Kind(str(descriptor.extra)), is_rung=is_rung)
+            does, effects = Kind(str(descriptor.extra)), self._values.effects
+            if not (effects and self._gradients.is_trial):
+                with python_draws.refused_in_graphs(), self._without_other_optimizers():
+                    return self._micro_batch(kind, tensors, does, is_rung=is_rung)
+            with python_draws.refused_in_graphs(), self._without_other_optimizers(), effects.noted() as left:
+                result = self._micro_batch(kind, tensors, does, is_rung=is_rung)
+            effects.let_go()
+            return Stepped(result, map_tensors(torch.Tensor.detach, left))
 
         runner = CudaGraphRunner(
             step,
@@ -229,7 +248,7 @@ class GraphsByKind:
         self._optimizer.note()
         self._baked = self._surroundings()
         if any(graphs.runner.graphs for graphs in self.kinds):  # else there is one reason for all
-            self._values.name_assigned()
+            self._values.name_measured()
             self._tell_of_padding()
 
     def _tell_of_padding(self) -> None:
@@ -246,6 +265,7 @@ class GraphsByKind:
         self._update.hold(True)
         release_unused = self._pool.backend.release_unused
         self._gradients.forget_passing()
+        self._values.effects.let_go()
         gc.collect()  # uncollected autograd nodes tie gradients to their step's stream
         release_unused()  # activations of the eager update: graphs have their own pool
         try:

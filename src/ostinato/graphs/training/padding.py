@@ -26,7 +26,9 @@ from ..errors import CaptureError
 from ..inputs.buffers import Batch, InputBuffers
 from ..journal import WriteJournal
 from ..options import CaptureOptions
+from ..trees import map_tensors, tensors_in
 from ..trimming import Trimmer, same_constant
+from ..wrapping.effects import Effects, Stepped
 from . import other_optimizers
 from .apart import ModelAndLoss
 from .batches import IGNORED, LENGTH_DIM, BatchKind
@@ -59,10 +61,13 @@ class PaddingTrial:
         backend: Backend,
         options: CaptureOptions,
         reached: Sequence[torch.Tensor] = (),
+        find_effects: Callable[[Callable[[], WriteJournal]], Effects] = lambda run: Effects(),
     ) -> None:
-        """`reached`: the tensors that model and loss function use."""
+        """`reached`: the tensors that model and loss function use. `find_effects`: finds out, by more runs,
+        what they leave in Python."""
         self._loss, self._reached = loss.uncompiled(), reached
         self._state, self._backend, self._options = state, backend, options
+        self._find_effects, self.effects = find_effects, Effects()
         self._constants: dict[str, Any] = {}
         self._has_results = False
         self.why_no_graph: str | None = None
@@ -90,6 +95,7 @@ class PaddingTrial:
         plain = BatchKind(inputs, targets, target_pad=0, with_length=takes_mask)
         batch, length = plain.matched(inputs, targets)
         per_position, refusal = self._look(plain, batch, length)
+        self.effects = self._find_effects(lambda: self._journal_of_step(plain, batch))
         masked = takes_mask or per_position
         kind = BatchKind(inputs, targets, target_pad=0 if masked else IGNORED, with_length=masked)
         if masked or refusal is None:
@@ -176,6 +182,24 @@ class PaddingTrial:
             self._quietly(watched)
         return journal
 
+    def _journal_of_step(self, kind: BatchKind, batch: Batch) -> WriteJournal:
+        """The same with the backward pass, and what hooks of gradients do in it."""
+        tensors = {name: tensor.to(self._loss.device, copy=True) for name, tensor in batch.items()}
+        journal = WriteJournal()
+
+        def watched() -> None:
+            with journal:
+                with torch.enable_grad():
+                    loss = self._loss_of(kind, tensors)
+                self._differentiate(loss)
+
+        try:
+            with suppress(Exception):
+                self._quietly(watched)
+        finally:
+            journal.undo()
+        return journal
+
     def _of_few_positions(self, kind: BatchKind, tensors: Batch, length: int) -> tuple[Any, Any] | None:
         """The model's outputs at the first few positions, and their targets, if model and loss accept so few:
         all outputs of a language model would be gigabytes on the host."""
@@ -236,6 +260,8 @@ class PaddingTrial:
             return "what the model learns depends on what padding holds"
         if (name := one.writes_otherwise(other, max(tolerance, _OF_NORMS))) is not None:
             return f"what is written to {name} depends on what padding holds"
+        if (name := self._left_otherwise(one, other, max(tolerance, _OF_NORMS), real)) is not None:
+            return f"what is left in {name} depends on what padding holds"
         same = kind.alike(short) if one.changes else None  # extrema show nothing that lies between them
         if same is not None:
             one = self._quietly(lambda: padded(same))
@@ -262,6 +288,8 @@ class PaddingTrial:
             return "what the model learns differs with padding and without"
         if (name := with_it.writes_otherwise(without, _AT_TWO_SHAPES)) is not None:
             return f"what is written to {name} differs with padding and without"
+        if (name := self._left_otherwise(with_it, without, _AT_TWO_SHAPES, real)) is not None:
+            return f"what is left in {name} differs with padding and without"
         if same is not None:
             with evaluating(self._loss.modules), torch.backends.cudnn.flags(enabled=False):
                 with_it, alone = self._quietly(lambda: padded(same)), buffers.on_device(same, shape)
@@ -278,22 +306,43 @@ class PaddingTrial:
 
     def _seen(self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]) -> "_Seen":
         """The loss, and what would be learnt from it."""
+        with self.effects.noted() as left:
+            loss, norms, whole = self._learnt(kind, tensors)
+        left = map_tensors(torch.Tensor.detach, left)
+        self.effects.let_go()
+        if self._has_results or left:
+            length = kind.length_of(tensors)
+            self.results.observe(BatchDescriptor(length, 1), Stepped(whole, left) if left else whole)
+        return _Seen(loss, norms, self._trials.changes(), map_tensors(torch.clone, left))
+
+    def _learnt(
+        self, kind: BatchKind, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """The loss, the norms of gradients, and what the loss function returns."""
         with torch.enable_grad():
             returned = self._loss.returned(*kind.arguments(tensors), kind.mask(tensors))
             loss = returned.loss.clone()
-        if self._has_results:
-            whole, length = returned.handed_out(torch.Tensor.detach), kind.length_of(tensors)
-            self.results.observe(BatchDescriptor(length, 1), whole)
+        whole = returned.handed_out(torch.Tensor.detach)
         del returned
         own, parameters = self._parameters_behind(loss)
         if not loss.requires_grad or any(p._post_accumulate_grad_hooks for p in parameters):
-            return _Seen(
-                loss.detach(), torch.zeros(0, device="cpu"), self._trials.changes()
-            )  # such hooks may train
+            if self.effects:
+                self._differentiate(loss)
+            return loss.detach(), torch.zeros(0, device="cpu"), whole  # such hooks may train
         with none_yet(parameters):
             loss.backward()  # type: ignore[no-untyped-call]
             norms = [torch.zeros((), device="cpu"), *(_norm(parameter.grad) for parameter in own)]
-        return _Seen(loss.detach(), torch.stack(norms), self._trials.changes())
+        return loss.detach(), torch.stack(norms), whole
+
+    def _left_otherwise(self, one: "_Seen", other: "_Seen", tolerance: float, real: int) -> str | None:
+        """The name of a place where one leaves something different from the other at real positions."""
+        for place, here, there in zip(self.effects.names, one.left, other.left, strict=True):
+            for a, b in zip(tensors_in(here), tensors_in(there), strict=False):
+                if a.dim() > LENGTH_DIM and a.size(LENGTH_DIM) >= real <= b.size(LENGTH_DIM):
+                    a, b = (each.narrow(LENGTH_DIM, 0, real) for each in (a, b))
+                if a.shape == b.shape and difference(a, b) > tolerance:
+                    return place
+        return None
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         """For the other effects of gradient hooks. What fails here fails in the real step too."""
@@ -323,6 +372,8 @@ class _Seen(NamedTuple):
     loss: torch.Tensor
     norms: torch.Tensor
     changes: dict[str, Change]
+    left: list[Any]
+    """What is left in Python."""
 
     def has_gradients_of(self, other: "_Seen", tolerance: float) -> bool:
         """Compared as a whole: gradients that are zero up to rounding differ in all digits."""

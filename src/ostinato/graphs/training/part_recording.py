@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,10 @@ from ..inputs.fields import Extent, Field
 from ..journal import WriteJournal
 from ..memory import storage_address
 from ..options import CaptureOptions
-from ..trees import Structure, flatten, tensors_in
+from ..trees import Structure, flatten, map_tensors, tensors_in
 from ..trimming import Trimmer
+from ..wrapping.effects import Effects, Stepped
+from ..wrapping.reached import Reached
 from ..wrapping.signature import Examples, Signature
 from .gradients import leaves_behind, without_hooks
 from .part_padding import RowTrial, with_poison
@@ -133,6 +135,8 @@ class PartRecorder:
         """Arguments that the part changes in place."""
         self.read_by_backward: list[torch.Tensor] = []
         """Parameters and buffers that the backward needs as they were in the forward."""
+        self.backward_effects = Effects()
+        """What the backward leaves in Python."""
         self._written = Written({}, ())
         self._alive: dict[int, tuple[Any, list[torch.Tensor]]] = {}
         """By place, the result and the inputs of a forward, with autograd's graph between them."""
@@ -149,16 +153,31 @@ class PartRecorder:
             views = self._fill(rung, 0)
             own = [*self.places.buffers().values(), *views.values()]
             self._written = written_by(lambda: self._try(rung), besides=own)
+            self._find_effects(before, rung)
             carries = self._values.why_no_graph(lambda: self._journal_of(rung))
+            carries = carries or self._values.why_not_left(before) or self.backward_effects.refusal
             self._trials(options).run(lambda: self._find_saved(rung))
         if carries is not None:
             raise CaptureError(f"part {self._number}: {carries}")
 
-    def _journal_of(self, rung: int) -> WriteJournal:
+    def _find_effects(self, before: Reached, rung: int) -> None:
+        """What the forward leaves in Python, and what else the backward does."""
+        self._values.effects = self._values.find_effects(
+            before, lambda: self._journal_of(rung, with_backward=False)
+        )
+        self.backward_effects = self._values.find_effects(
+            before, lambda: self._journal_of(rung), besides=self._values.effects
+        )
+
+    def _journal_of(self, rung: int, *, with_backward: bool = True) -> WriteJournal:
         journal = WriteJournal()
         try:
             with suppress(Exception), journal:  # code that must not be watched raises; real failures recur
-                self._try(rung)
+                if with_backward:
+                    self._try(rung)
+                else:
+                    self._run_forward(rung, 0)
+                    self._alive.clear()
         finally:
             journal.undo()
         return journal
@@ -197,14 +216,17 @@ class PartRecorder:
                 f"be padded: leave out ladder=, or keep such layers outside the part"
             )
 
+    def undone_in_python(self) -> AbstractContextManager[None]:
+        """A context for captures: what these leave in Python is undone."""
+        return self._values.captured()
+
     def warm_up(self, rung: int, times: int, options: CaptureOptions) -> None:
         """Run forward and backward, without a trace."""
         trials = self._trials(options)
         with self._values.first_step():
             trials.run(lambda: self._try(rung))
-        with self._values.named():
-            for _ in range(1, times):
-                trials.run(lambda: self._try(rung))
+        for _ in range(1, times):
+            trials.run(lambda: self._try(rung))
 
     def _try(self, rung: int) -> None:
         output = self._run_forward(rung, 0)
@@ -226,8 +248,9 @@ class PartRecorder:
         views, arena = self._fill(rung, place), self._buffers[place].arena
         inputs = {name: view.detach().requires_grad_(self.wants[name]) for name, view in views.items()}
         version = arena._version
+        left: list[Any] = []
         try:
-            with torch.enable_grad(), python_draws.refused_in_graphs():
+            with torch.enable_grad(), python_draws.refused_in_graphs(), self._values.effects.noted() as left:
                 output = self.signature.call(self._function, inputs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
@@ -238,6 +261,8 @@ class PartRecorder:
             ) from error
         if arena._version != version and not is_recording():
             self._note_written_arguments(rung, views)
+        if left:
+            output = Stepped(output, left)
         self._alive[place] = output, list(inputs.values())
         return output
 
@@ -255,16 +280,18 @@ class PartRecorder:
 
     def _run_backward(
         self, place: int, given: Sequence[torch.Tensor] | None, *, keeps_saved: bool
-    ) -> list[torch.Tensor | None]:
-        """`keeps_saved`: free nothing of the forward's while this is recorded into another pool."""
+    ) -> Stepped:
+        """The gradients, and what the backward leaves in Python. `keeps_saved`: free nothing of the forward's
+        while this is recorded into another pool."""
         output, inputs = self._alive[place]
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         wanted = [tensor for tensor in (*inputs, *self.parameters) if tensor.requires_grad]
         if not outputs or not wanted:
-            return []
+            return Stepped([], [])
         if given is None:
             given = [torch.ones_like(tensor) for tensor in outputs]
-        with torch.enable_grad(), without_hooks(self.parameters):
+        effects = self.backward_effects
+        with torch.enable_grad(), without_hooks(self.parameters), effects.noted() as left:
             gradients = torch.autograd.grad(
                 outputs, wanted, list(given), retain_graph=keeps_saved, allow_unused=True
             )
@@ -277,7 +304,7 @@ class PartRecorder:
             self._refuse_unused(
                 [t for t, gradient in zip(wanted, gradients, strict=True) if gradient is None]
             )
-        return list(gradients)
+        return Stepped(list(gradients), map_tensors(torch.Tensor.detach, left))
 
     def _refuse_unused(self, unused: Sequence[torch.Tensor]) -> None:
         named = self.places.names_of(self.parameters)
@@ -334,6 +361,7 @@ class PartRecorder:
     def release(self) -> None:
         """Everything of one capture size is recorded: smaller ones may use the memory of their places."""
         self._alive.clear()
+        self._values.effects.let_go()
 
 
 def _signature_of(

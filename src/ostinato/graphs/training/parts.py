@@ -20,7 +20,8 @@ from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import decided_step_mode
 from ..errors import BatchError, ConfigError
 from ..inputs.buffers import Batch
-from ..trees import flatten
+from ..trees import map_tensors
+from ..wrapping.effects import Stepped
 from ..wrapping.signature import EmptyBatchError
 from ..wrapping.transforms import has_replaced_parameters, inside_transform
 from .in_flight import Call, InFlight
@@ -228,7 +229,11 @@ class GraphedPart:
             leaves = tuple(
                 guarded_by(leaf, lent, origin) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
             )
-        return pair.structure.filled(list(leaves))
+        result = pair.structure.filled(list(leaves))
+        if isinstance(result, Stepped):
+            result, left = result
+            self._values.effects.leave(left)
+        return result
 
     def replay_forward(self, pair: Pair, rows: Rows, call: Call, lent: Lent, batch: Batch) -> list[Any]:
         """The outputs without padded rows."""
@@ -264,7 +269,10 @@ class GraphedPart:
         assert pair.backward is not None
         self._pool.overwrite()
         pair.backward.graph.replay()
-        made = iter(flatten(pair.backward.output)[0])
+        made_gradients, left = pair.backward.output
+        if left:
+            self.recorder.backward_effects.leave(map_tensors(torch.clone, left))
+        made = iter(made_gradients)
         gradients = []
         for name, is_of_rows in zip(names, rows.of_rows, strict=True):
             gradient = next(made) if self.recorder.wants[name] else None

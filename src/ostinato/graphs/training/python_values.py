@@ -4,10 +4,8 @@ A replay runs no Python, so a value changed since the capture would be ignored s
 everything that model and loss function reach is compared, by identity: see `standing.py`.
 """
 
-import dis
 import logging
 import re
-import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -19,11 +17,12 @@ from ..capturing import python_draws
 from ..dispatching.dispatch import Reason
 from ..journal import WriteJournal
 from ..memory import storage_address
+from ..trees import tensors_in
 from ..wrapping.code_names import Ran
-from ..wrapping.holders import Key
+from ..wrapping.effects import Change, Effects
+from ..wrapping.holders import MISSING, Key
 from ..wrapping.reached import Reached
 from ..wrapping.standing import Comparison
-from ..wrapping.user_code import is_users
 
 logger = logging.getLogger("ostinato.graphs")
 
@@ -47,8 +46,10 @@ class PythonValues:
         self._roots, self._with_hooks_of = roots, with_hooks_of
         self._ran = Ran()
         """The code that steps ran: of installed packages, only that counts."""
-        self._named_assigned: set[str] = set()
-        self._unnamed: list[str] = []
+        self.effects = Effects()
+        """What steps leave in Python, and replays as well."""
+        self._found: list[Effects] = []
+        """All that were found, these and others."""
         self._own: set[Key] = set()
         """What a step assigns itself."""
         self._captured: Reached | None = None
@@ -69,6 +70,37 @@ class PythonValues:
             yield
         self._own |= before.changed()
         self.note()
+
+    def find_effects(
+        self, before: Reached, run: Callable[[], WriteJournal], besides: Effects | None = None
+    ) -> Effects:
+        """What steps leave in Python, if trial runs `before` now have changed anything: from more of them.
+        `besides`: leave these out."""
+        known = set() if besides is None else besides.owners
+        if not before.changed() - known:
+            return Effects()
+        between = self._reached()
+        with self._ran.noted():
+            journal = run()
+        effects, carried_on = between.effects(self._ran.codes, set(journal.reads), known)
+        if carried_on is not None:  # `why_no_graph` says so
+            return Effects()
+        with effects.told_apart(between.accumulates(self._ran.codes)):
+            run()
+        if besides is None:
+            before.add_assigned_once(effects, self._ran.codes)
+        self._found.append(effects)
+        return effects
+
+    def _assigned(self) -> set[Key]:
+        return self._own.union(*(effects.places() for effects in self._found))
+
+    def why_not_left(self, before: Reached) -> str | None:
+        """Why replays cannot leave what steps leave in Python, trial runs `before` now among them."""
+        effects = self.effects
+        if (name := before.left_elsewhere(self._ran.codes, effects, besides=self._assigned())) is not None:
+            effects.refuse(name, f"assigns {name} only in some runs")
+        return effects.refusal
 
     @property
     def are_assigned(self) -> bool:
@@ -97,13 +129,15 @@ class PythonValues:
         addresses, drawn = [tensor.data_ptr() for tensor in between.tensors], python_draws.generators()
         with self._ran.noted():
             journal = run()
-        carried = between.carried()
-        assigned = self._name_assigned_since(between)
+        carried, changes = between.carried(), list(between.differing())
         pairs = zip(between.tensors, addresses, strict=True)
         moved = next((tensor for tensor, address in pairs if tensor.data_ptr() != address), None)
         buffers = {id(module._buffers) for module in between.modules}
         place = f"{self._name_of(moved)}.data" if moved is not None else None
-        place = place or between.assigned().goes_on_from_former(set(journal.reads), buffers)
+        place = place or next(
+            (each.name for each in changes if _goes_on(each, set(journal.reads), buffers)), None
+        )
+        place = place or between.effects(self._ran.codes, set(journal.reads))[1]
         if place is not None:
             return (
                 f"the step keeps state by assigning a new tensor to {place}, and a replay would continue "
@@ -113,9 +147,10 @@ class PythonValues:
             return python_draws.WHY_NOT
         again, known = run(), set(map(storage_address, between.tensors))
         if (again.work, again.reads.keys() & known) != (journal.work, journal.reads.keys() & known):
+            names = ", ".join(each.name for each in changes[:5])
             return (
                 f"two steps with the same inputs do different work, which is decided in Python: "
-                f"{', '.join(assigned[:5]) or 'by something that was not found'}. Keep it in a tensor"
+                f"{names or 'by something that was not found'}. Keep it in a tensor"
             )
         if carried:
             return (
@@ -135,60 +170,22 @@ class PythonValues:
         before = self._reached()
         with python_draws.undone():
             yield
-        self._name_assigned_since(before)
-        before.put_back(self._own)
+        before.put_back(self._assigned())
         self.note()
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Around trial runs after the first: what these assign, every run assigns."""
-        before = self._reached()
-        yield
-        self._name_assigned_since(before)
-        self.name_assigned()
-
-    def _name_assigned_since(self, before: Reached) -> list[str]:
-        assigned = list(dict.fromkeys([*before.changed_values(), *before.assigned().names, *before.grown()]))
-        self._unnamed += [name for name in assigned if name not in self._named_assigned]
-        self._named_assigned.update(self._unnamed)
-        return assigned
-
-    def name_assigned(self) -> None:
-        """Warn of what steps assign, once there are graphs that do not: eager steps do."""
-        names, self._unnamed = self._unnamed, []
+    def name_measured(self) -> None:
+        """Warn of numbers that replays leave alone, once there are graphs."""
+        names, self.effects.measured = self.effects.measured, []
         if names:
-            lines = [line for name in names[:5] if (line := self._line_assigning(name)) is not None]
             logger.warning(
-                "every step assigns %s in Python: a replay runs no Python, leaves it unchanged, and uses "
-                "the value from the capture. Keep it in a buffer if it matters%s",
+                "replays run no Python and leave %s as it is, a number that is another one in every step, "
+                "whatever the inputs: take it around the steps",
                 ", ".join(names[:5]),
-                f" (at {', '.join(dict.fromkeys(lines))})" if lines else "",
             )
-
-    def _line_assigning(self, name: str) -> str | None:
-        """The first line that assigns this attribute in a finished object, if it is found."""
-        attribute = name.rpartition(".")[2]
-        for code in self._codes():
-            for instruction in dis.get_instructions(code):
-                is_it = instruction.opname == "STORE_ATTR" and instruction.argval == attribute
-                if is_it and instruction.positions is not None:
-                    return f"{code.co_filename}:{instruction.positions.lineno} in {code.co_name}"
-        return None
-
-    def _codes(self) -> Iterator[types.CodeType]:
-        modules = [m for root in self._roots if isinstance(root, torch.nn.Module) for m in root.modules()]
-        classes = dict.fromkeys(
-            kind for m in modules for kind in type(m).__mro__ if is_users(kind.__module__)
-        )
-        functions = [f for kind in classes for f in vars(kind).values()]
-        for function in (*functions, *self._roots):
-            code = getattr(getattr(function, "__func__", function), "__code__", None)
-            if isinstance(code, types.CodeType) and not code.co_name.endswith("init__"):
-                yield from (code, *(inner for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
     def note(self) -> None:
         """Record the present values as those that graphs have, or will have."""
-        self._captured = reached = self._reached(ignored=self._own)
+        self._captured = reached = self._reached(ignored=self._assigned())
         self._still = reached.standing(without=self._tables())
         self._has_same_hooks = _hooks_of_gradients(reached.modules).compiled()
         self._training = reached.training()
@@ -231,6 +228,13 @@ class PythonValues:
         """The tables of parameters and buffers, by identity: `Places` checks these."""
         modules = [m for root in self._roots if isinstance(root, torch.nn.Module) for m in root.modules()]
         return {id(table) for module in modules for table in (module._parameters, module._buffers)}
+
+
+def _goes_on(change: Change, reads: Collection[int], buffers: Collection[int]) -> bool:
+    """Returns whether other memory stands there now, and what stood there was used, or is a buffer."""
+    former = set(map(storage_address, change.former))
+    now = set() if change.now is MISSING else set(map(storage_address, tensors_in(change.now)))
+    return not now <= former and (id(change.holder) in buffers or not former.isdisjoint(reads))
 
 
 def _hooks_of_gradients(modules: Sequence[torch.nn.Module]) -> Comparison:

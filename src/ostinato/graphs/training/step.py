@@ -17,6 +17,7 @@ from ..options import CaptureOptions
 from ..report import Report
 from ..runner import CudaGraphRunner
 from ..trees import map_tensors
+from ..wrapping.effects import Stepped
 from .batches import IGNORED, BatchKind
 from .fitting import why_not_in_a_graph
 from .gradients import Gradients
@@ -292,8 +293,13 @@ class TrainStep:
                 self.check_addresses()
                 result = runner.run(batch, shape)
                 self._gradients.hand_over()
-                is_loss = isinstance(result, torch.Tensor)
-                return result.clone() if is_loss else map_tensors(torch.Tensor.clone, result)
+                if isinstance(result, torch.Tensor):
+                    return result.clone()
+                result = map_tensors(torch.Tensor.clone, result)
+                if isinstance(result, Stepped):
+                    result, left = result
+                    self._values.effects.leave(left)
+                return result
             reason = decision.reason
         if reason is Reason.LARGER_THAN_MAX and self._is_ladder_made_up:
             longest = self._graphs.rungs.limit
@@ -333,6 +339,10 @@ class TrainStep:
         runner.buffers.fill(batch, shape, descriptor)
         with torch.no_grad():
             result = runner.step(**runner.arguments(runner.buffers.views(descriptor), descriptor))
+        if effects := self._values.effects:
+            result, left = graphs.cut(Stepped(result, effects.left_by_the_call()), shape)
+            effects.exchange(left)
+            return result
         return graphs.cut(result, shape)
 
     def _tell_once(self, told: str) -> None:

@@ -59,6 +59,13 @@ def mentioned(code: types.CodeType) -> frozenset[str]:
     return frozenset(found.union(*inside))
 
 
+@functools.cache
+def named_in(code: types.CodeType) -> frozenset[str]:
+    """These, and variables of functions around it."""
+    inside = (named_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset({*mentioned(code), *code.co_freevars, *code.co_cellvars}.union(*inside))
+
+
 _OF_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
 _OF_PYTHON = sysconfig.get_path("stdlib")
 
@@ -72,7 +79,7 @@ def is_read_from(code: types.CodeType) -> bool:
 
 _LOADS = frozenset(name for name in opcode.opmap if name.startswith("LOAD_")) - {"LOAD_CLOSURE"}
 _OF_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"))
-_FILLS = frozenset(("append", "appendleft", "extend", "add", "insert"))
+_FILLS = frozenset(("append", "appendleft", "extend", "add", "insert", "update", "clear"))
 """Methods that put something into a container and look at nothing in it."""
 
 
@@ -132,6 +139,22 @@ def looks_at(code: types.CodeType, name: str, *, attribute: bool, variable: bool
     return loads > changes
 
 
+@functools.cache
+def accumulates(code: types.CodeType, name: str) -> bool:
+    """Returns whether a function's code adds something to an attribute or a variable of this name."""
+    steps = _instructions(code)
+    inside = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return any(accumulates(each, name) for each in inside) or any(
+        given == name
+        and (
+            (op.startswith("STORE_") and _is_changed_in_place(steps[max(0, at - 2) : at]))
+            or (op in _LOADS and _is_counted(steps[at : at + 10], name))
+            or (op in _LOADS and [o for o, _ in steps[at + 2 : at + 5]] == ["COPY", "COPY", "BINARY_SUBSCR"])
+        )
+        for at, (op, given) in enumerate(steps)
+    )
+
+
 def _is_changed_in_place(steps: list[tuple[str, Any]]) -> bool:
     """`x.n += ...` or `n += ...`, whose result is stored next."""
     if steps and steps[-1][0] == "SWAP":
@@ -150,13 +173,19 @@ def _is_counted(steps: list[tuple[str, Any]], name: str) -> bool:
 
 
 def _is_filled(steps: list[tuple[str, Any]]) -> bool:
-    """`x.append(...)` or `x[key] += ...`, of which the first part is just loaded."""
+    """`x.append(...)`, `x[key].append(...)`, `x[key] = ...` or `x[key] += ...`, of which the first part is
+    just loaded."""
     if not steps:
         return False
     op, given = steps[0]
     if op in ("LOAD_METHOD", "LOAD_ATTR") and given in _FILLS:
         return True
-    return [op for op, _ in steps[1:4]] == ["COPY", "COPY", "BINARY_SUBSCR"]
+    ops = [op for op, _ in steps[1:4]]
+    if op in _LOADS and ops[:1] == ["STORE_SUBSCR"]:
+        return True
+    if op in _LOADS and ops[:1] == ["BINARY_SUBSCR"] and len(steps) > 2:
+        return steps[2][0] in ("LOAD_METHOD", "LOAD_ATTR") and steps[2][1] in _FILLS
+    return ops == ["COPY", "COPY", "BINARY_SUBSCR"]
 
 
 class Ran:

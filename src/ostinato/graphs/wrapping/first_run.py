@@ -20,8 +20,8 @@ from ..inputs.buffers import Batch
 from ..memory import storage_address
 from ..results import HandingOut, copies_of
 from ..trees import flatten
-from .assigned import Assigned
 from .code_names import Ran
+from .effects import Effects
 from .holders import Key
 from .in_place import geometry
 from .reached import Reached
@@ -44,12 +44,10 @@ class FirstRun:
         """`may_stay`: whether this is a call, so that what cannot be undone may stand."""
         self.refusal: str | None = None
         """Why no graph can do what it does."""
-        self.assigned: Assigned | None = None
-        """Where it leaves tensors in every call, besides its result."""
+        self.effects = Effects(lambda name: line_using(name, self.ran.codes or ()))
+        """What it leaves in Python in every call, besides its result."""
         self.changes: set[Key] = set()
         """What it assigns in every call."""
-        self.counted: list[str] = []
-        """Numbers and lists of numbers among it, by name, which only somebody else reads."""
         self.grown: set[int] = set()
         """Holders, by identity, that it assigned in or added to, be it in this run alone."""
         self.reads: set[int] = set()
@@ -118,7 +116,7 @@ class FirstRun:
                 )
             if is_known and (changed or trials.makes_state or trials.draws_random):
                 second = Trials(backend) if self.stays else trials
-                self._look_twice(function, signature, batch, trials, second)
+                self._look_twice(function, signature, batch, trials, second, before)
                 self.written_elsewhere |= second.written
             self.written_elsewhere |= trials.written - own
             if self.stays:
@@ -136,16 +134,25 @@ class FirstRun:
         self.writes_inference_tensors = trials.writes_inference_tensors
         if not self.stays:
             trials.undo()
+            replayed = self.effects.owners - self.effects.alone
+            before.put_back(replayed)
             # An attribute that every run makes anew is there after a call, too.
-            before.put_back(self.changes, but_new=self.refusal is None)
+            before.put_back(self.changes - replayed, but_new=self.refusal is None)
             if drawn != python_draws.generators():
                 put_back_draws()
 
     def _look_twice(
-        self, function: Callable[..., Any], signature: Signature, batch: Batch, first: Trials, second: Trials
+        self,
+        function: Callable[..., Any],
+        signature: Signature,
+        batch: Batch,
+        first: Trials,
+        second: Trials,
+        at_first: Reached,
     ) -> None:
-        """What was made in the first run is there in the second: what is assigned then is assigned always."""
-        before = Reached(function, *signature.functions, ran=())
+        """What was made in the first run is there in the second: what is assigned then is assigned always.
+        `at_first`: what there was before the first run."""
+        before, ran = Reached(function, *signature.functions, ran=()), self.ran
         ended, generators = torch.get_rng_state(), first.generators
         draws = first.draws_from_default
         try:
@@ -154,39 +161,44 @@ class FirstRun:
                     1, device="cpu"
                 )  # begin elsewhere: a step that ends in the same place anyway has seeded
             copies = _copies(batch)
-            _run(function, signature, copies, second, self.ran)
-            self.changes, assigned = before.changed(), before.assigned()
-            carried, self.counted = before.carried(self.ran.codes), before.counted(self.ran.codes or ())
-            carried_on = assigned.carried_on({storage_address(tensor) for tensor in second.reads})
-            if carried_on is None and second.made_last() - assigned.storages():
+            _run(function, signature, copies, second, ran)
+            self.changes, carried = before.changed(), before.carried(ran.codes)
+            reads = {storage_address(tensor) for tensor in second.reads}
+            self.effects, carried_on = before.effects(ran.codes, reads)
+            if carried_on is None and second.made_last() - self.effects.storages():
                 carried_on = "a place that could not be found"
             own_generator = first.draws_random and not (second.generators <= generators)
             seeds = draws and second.drew_last and torch.equal(torch.get_rng_state(), ended)
+            if self.effects and not (carried or carried_on):
+                with self.effects.told_apart(before.accumulates(ran.codes)):
+                    _run(function, signature, _copies(batch), second, ran)
         finally:
             if draws:
                 torch.set_rng_state(ended)
             second.undo()
             before.put_back(before.changed())
+        at_first.add_assigned_once(self.effects, ran.codes)
+        self.changes |= self.effects.owners
         if self.refusal is not None:
             return
         if carried:
             self.refusal = (
                 f"the step changes {', '.join(carried[:3])} in Python at every call and looks at it, which a "
                 f"replay would not do: keep it in a tensor and change that in place, or do it outside"
-                f"{_at_line(carried[0], self.ran.codes or ())}"
+                f"{_at_line(carried[0], ran.codes or ())}"
             )
         elif carried_on is not None:
             self.refusal = (
                 f"the step keeps state by assigning a new tensor to {carried_on}, but replays use the old "
-                f"tensor: change it in place (copy_, index_copy_){_at_line(carried_on, self.ran.codes or ())}"
+                f"tensor: change it in place (copy_, index_copy_){_at_line(carried_on, ran.codes or ())}"
             )
         elif own_generator or (seeds and second.device.type == "cpu"):
             self.refusal = (
                 "the step seeds its random numbers itself, and a replay would continue the sequence instead: "
                 "create the numbers, or the generator, outside of the step"
             )
-        elif assigned:
-            self.assigned = assigned.without_former()
+        elif self.effects.refusal is not None:
+            self.refusal = self.effects.refusal
 
 
 def _copies(batch: Batch) -> dict[str, torch.Tensor]:

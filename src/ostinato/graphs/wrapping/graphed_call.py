@@ -48,8 +48,8 @@ class Outcome(NamedTuple):
     """What a graph makes of a call, where that is more than a result."""
 
     result: Any
-    attributes: list[Any]
-    """What the function leaves in places of its own, in the order of these places."""
+    left: list[Any]
+    """What the function leaves in Python, see `Effects`."""
     written: dict[str, torch.Tensor]
     """The arguments that it writes in place, as it leaves them. They are here to be compared and checked."""
 
@@ -129,9 +129,9 @@ class GraphedCall:
                 first = self._capture(signature, batch, may_stay=True)
                 if first.stays:  # it cannot be undone: it was the call
                     self.eager_steps[Reason.FIRST_CALL] += 1
-                    attributes = first.assigned.values() if first.assigned else []
-                    outcome, first.result = Outcome(first.result, attributes, {}), None  # the caller's alone
-                    return None, _received(outcome, self._entries[-1], batch)
+                    outcome = Outcome(first.result, first.effects.left_by_the_call(), {})
+                    first.result = None  # the caller's alone
+                    return None, _received(outcome, self._entries[-1], batch, has_run=True)
                 found = self._find(args, kwargs)
                 assert found is not None
         except EmptyBatchError:
@@ -224,7 +224,7 @@ class GraphedCall:
                 outcomes = [runner.verify(tolerance=tolerance, seed=seed) for runner in runners]
         finally:
             for entry, state in zip(self._entries, before, strict=True):
-                state.put_back(entry.first.changes)
+                state.put_back(entry.first.changes | entry.first.effects.places())
         return Verification(
             tuple(check for outcome in outcomes for check in outcome.checks),
             tuple(note for outcome in outcomes for note in outcome.notes),
@@ -268,12 +268,12 @@ class GraphedCall:
             self._warned_of.add(about)
             logger.warning("calls run eagerly: %s", text)
 
-    def _warn_of_counts(self, names: Sequence[str]) -> None:
-        if "counts" not in self._warned_of:
-            self._warned_of.add("counts")
+    def _warn_of_measured(self, names: Sequence[str]) -> None:
+        if "measured" not in self._warned_of:
+            self._warned_of.add("measured")
             logger.warning(
-                "replays run no Python and leave %s%s as it is, which the function changes in every call: "
-                "count around the calls, or in a tensor that is changed in place",
+                "replays run no Python and leave %s%s as it is, a number that is another one in every call, "
+                "whatever the arguments: take it around the calls",
                 ", ".join(names[:3]),
                 " and others" if len(names) > 3 else "",
             )
@@ -298,6 +298,8 @@ class GraphedCall:
         if _autocast(entry.runner.pool.device) != entry.surroundings[0]:
             return Reason.AUTOCAST_CHANGED
         if is_standing and not self.attributes_changed:
+            return None
+        if not entry.runner.graphs:  # there is a reason for that already
             return None
         if entry.reached.training() != entry.surroundings[1]:
             return Reason.TRAINING_MODE_CHANGED
@@ -343,19 +345,19 @@ class GraphedCall:
                 runner.refuse(first.refusal)
         finally:
             changed = before.changed()
-            before.put_back(first.changes if runner.graphs else changed)
+            before.put_back(first.changes | first.effects.places() if runner.graphs else changed)
         reached = Reached(
             self.function,
             *signature.functions,
             reads=first.reads | runner.storages_read(),
-            ignored=first.changes,
+            ignored=first.changes | first.effects.places(),
             growing=first.grown | {holder for holder, _ in changed},
             ran=first.ran.codes,
         )
         if runner.graphs and (why := reached.why_closed()) is not None:
             runner.give_up(f"CaptureError: {why}")  # of an installed package's code, which had to run first
-        if first.counted and runner.graphs:
-            self._warn_of_counts(first.counted)
+        if first.effects.measured and runner.graphs:
+            self._warn_of_measured(first.effects.measured)
         runner.ignore_reads(reached.tensors)
         kept = {name: tensor.detach().clone() for name, tensor in batch.items()}
         surroundings = _autocast(runner.pool.device), reached.training()
@@ -395,13 +397,16 @@ class GraphedCall:
 
     def _refuse_what_sizes_decide(self, runner: CudaGraphRunner, before: Reached, first: FirstRun) -> None:
         """Drop all graphs if trial runs of several sizes showed a problem that the first run did not."""
-        places = first.assigned.keys() if first.assigned else set()
-        elsewhere = before.assigned().besides(places)
+        effects, ran = first.effects, first.ran.codes
+        elsewhere = before.left_elsewhere(ran, effects)
         cause = None
+        if self.settings.compile_up_to and not effects.only_assigns:
+            cause = "the step counts or appends in Python, which compile_up_to= does not see: leave it out"
         if not runner.reads_hold():
             cause = "the step replaces a tensor that it reads for every size: keep one tensor per size"
-        elif elsewhere and first.assigned:
-            cause = f"the step assigns a tensor to {elsewhere[0]} only at some sizes"
+        elif elsewhere is not None:
+            effects.refuse(elsewhere, f"assigns {elsewhere} only at some sizes")
+        cause = cause or effects.refusal or effects.varies
         if cause is not None and runner.graphs:
             if self.settings.options.strict:
                 raise CaptureError(cause)
@@ -411,17 +416,20 @@ class GraphedCall:
         self, pool: GraphPool, signature: Signature, batch: Batch, first: FirstRun
     ) -> CudaGraphRunner:
         settings, function, examples = self.settings, self.function, Examples(signature, batch)
-        assigned, written = first.assigned, first.written
+        effects, written = first.effects, first.written
 
         def step(**inputs: torch.Tensor) -> Any:
-            # In watched runs alone: compiled code is not to be traced through this, nor run beside it.
-            is_watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
-            with first.ran.noted() if is_watched else nullcontext():
+            if torch.compiler.is_compiling():  # not to be traced through what takes notes
                 result = signature.call(function, inputs)
-            if not (assigned or written):
+                left = effects.left_by_the_call()
+            else:
+                # Of code that ran in watched runs alone: compiled code is not to run beside it.
+                is_watched = torch._C._len_torch_dispatch_stack() > 0
+                with first.ran.noted() if is_watched else nullcontext(), effects.noted() as left:
+                    result = signature.call(function, inputs)
+            if not (effects or written):
                 return result
-            attributes = assigned.values() if assigned else []
-            return Outcome(result, attributes, {name: inputs[name] for name in written})
+            return Outcome(result, left, {name: inputs[name] for name in written})
 
         is_full, limit = settings.mode is GraphMode.FULL, settings.ladder.limit
         describe = BatchDescriptor.decode if is_full else lambda size: BatchDescriptor(size, size)
@@ -447,14 +455,15 @@ class GraphedCall:
         return runner
 
 
-def _received(outcome: Any, entry: Entry, batch: Batch) -> Any:
-    """The result of a call, once what else came of it is in its places."""
+def _received(outcome: Any, entry: Entry, batch: Batch, *, has_run: bool = False) -> Any:
+    """The result of a call, once what else came of it is in its places. `has_run`: the function has run, and
+    left that itself."""
     if torch.is_grad_enabled():
         outcome = entry.differentiable.refusing(outcome, batch)
     if not isinstance(outcome, Outcome):
         return outcome
-    if entry.first.assigned:
-        entry.first.assigned.put(outcome.attributes)
+    effects = entry.first.effects
+    (effects.exchange if has_run else effects.leave)(outcome.left)
     return outcome.result
 
 

@@ -106,7 +106,7 @@ def item_of(holder: Any, key: Any) -> Any:
 
 def put(holder: Any, key: Any, value: Any) -> None:
     """Let a value stand there."""
-    if isinstance(holder, dict):
+    if isinstance(holder, dict | list):
         holder[key] = value
     elif isinstance(holder, types.CellType):
         holder.cell_contents = value

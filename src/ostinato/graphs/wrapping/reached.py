@@ -36,8 +36,8 @@ from ..blame import line_using
 from ..checking.addresses import moved_error
 from ..trees import tensors_in
 from ..trimming import same_constant
-from .assigned import Assigned
-from .code_names import is_read_from, looks_at
+from .code_names import accumulates, is_read_from, looks_at, named_in
+from .effects import Change, Effects
 from .holders import ARRAYS, MISSING, WHOLE, Key, PartOf, drop, identity, item_of, items_of, put
 from .standing import Comparison
 from .user_code import is_called_by_python
@@ -52,21 +52,8 @@ _KINDS_OF_ATTENTION = (
     torch._C._get_math_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
 )
-_STATE = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    tuple,
-    list,
-    dict,
-    set,
-    torch.dtype,
-    torch.device,
-)
+_BY_MADE_UP_NAMES = frozenset(("setattr", "vars", "__dict__", "__setattr__"))
+"""Code that mentions these may assign an attribute whose name it does not mention."""
 _training, _dtype = attrgetter("training"), attrgetter("dtype")
 
 
@@ -96,12 +83,14 @@ class Reached:
         self._of_objects, self._called_names = walk.of_objects, walk.called_names
         self._of_bound = walk.of_bound
         self._tables, self._growing, self._containers = walk.tables, walk.growing, walk.containers
+        self._ways = walk.ways
         self._attributes = [(who, *named, frozenset(named[1])) for who, named in walk.attributes.items()]
         self._not_growing = {owner for owner, _ in ignored} | set(growing)
         self._values = [
             entry for entry in walk.values if entry[1] is not WHOLE or id(entry[0]) not in self._not_growing
         ]
         self._saved = [(name, holder, dict(items_of(holder))) for name, holder in walk.holders.values()]
+        self._names = {id(holder): name for name, holder in walk.holders.values()}
         self._dictionaries = [entry for entry in self._saved if isinstance(entry[1], dict)]
         self._words = Words([holder for _, holder, _ in self._dictionaries])
         found = [value for _, _, value, _ in self._watched]
@@ -256,38 +245,121 @@ class Reached:
                     found.add((identity(holder), key))
         return found
 
+    def differing(self) -> Iterator[Change]:
+        """Where something else stands now, or nothing any more; a list is one place."""
+        seen = set()
+        for name, holder, saved in self._touched():
+            if isinstance(holder, list | deque):
+                was, entries = list(saved.values()), list(holder)
+                if len(was) != len(entries) or not all(map(is_, was, entries)):
+                    yield Change(name.rstrip(". "), holder, WHOLE, was, entries)
+                continue
+            now = dict(items_of(holder))
+            for key in {**saved, **now}:
+                found = Change("", holder, key, saved.get(key, MISSING), now.get(key, MISSING))
+                if _is_other(found.now, found.was) and found.place not in seen:
+                    seen.add(found.place)
+                    yield found._replace(name=self._shown(name, holder, key))
+
     def carried(self, ran: Collection[CodeType] | None = None) -> list[str]:
         """The names of numbers and settings that are others now and that code looks at: what a run changes
         and the next one may follow. `ran`: the code that counts; None: all that was found."""
         codes = self._codes if ran is None else [code for code in ran if is_read_from(code)]
-        return [name for name, is_looked_at in self._states_changed(codes) if is_looked_at]
+        changed = [
+            change
+            for change in self.differing()
+            if change.is_state and not same_constant(change.now, change.was)
+        ]
+        return list(dict.fromkeys(each.name for each in changed if self.is_looked_at(each, codes)))
 
-    def counted(self, ran: Collection[CodeType]) -> list[str]:
-        """The names of those that no code that ran looks at: counts, times, logs, for others to read."""
-        codes = [code for code in ran if is_read_from(code)]
-        return [name for name, is_looked_at in self._states_changed(codes) if not is_looked_at]
+    def effects(
+        self, ran: Collection[CodeType] | None, reads: Collection[int], besides: Collection[Key] = ()
+    ) -> tuple[Effects, str | None]:
+        """What the run since then leaves that a replay is to leave, and the place of state that it keeps by
+        assignment, if any. `ran`: the code that ran; `reads`: addresses of the storages that it used;
+        `besides`: places that are not to be looked at."""
+        codes = self._codes_of(ran)
+        found = Effects(lambda name: line_using(name, codes))
+        names = frozenset[str]().union(*map(named_in, codes))
+        for change in self.differing():
+            if change.place in besides:
+                continue
+            name, is_everything = self._mention(change)[0], not _BY_MADE_UP_NAMES.isdisjoint(names)
+            if change.carries_on(reads):
+                return found, change.name
+            if name in names or is_everything or (change.now is not MISSING and tensors_in(change.now)):
+                if change.key is WHOLE and change.former and self.is_looked_at(change, codes):
+                    return found, change.name
+                way, is_inside = self._ways.get(id(change.holder)), self._is_container(change.holder)
+                found.add(change, way)
+                if way is not None and is_inside and not self.is_looked_at(change, codes):
+                    found.owners.add((identity(way.holder), way.key))  # whoever reads it may replace it
+        return found, None
 
-    def _states_changed(self, codes: Collection[CodeType]) -> list[tuple[str, bool]]:
-        """Numbers and settings that are others now, by name, and whether one of these looks at them."""
-        found: dict[str, bool] = {}
-        for prefix, holder, saved in self._touched():
-            now = dict(items_of(holder))
-            for key in {**saved, **now}:
-                value, was = now.get(key, MISSING), saved.get(key, MISSING)
-                if not _is_other(value, was) or same_constant(value, was) or not _is_state(value, was):
-                    continue
-                is_attribute = isinstance(holder, dict | type | PartOf) and id(holder) not in self._containers
-                is_own_place = is_attribute or hasattr(holder, "__slots__")
-                name = key if is_own_place else _last_name(prefix)
-                is_own_place = is_own_place and not isinstance(holder, PartOf)
-                is_variable = isinstance(holder, CellType)
-                kinds = {"attribute": not is_variable, "variable": is_variable or not is_own_place}
-                shown = f"{prefix}{key}" if is_attribute else prefix.rstrip(". ")
-                is_looked_at = not isinstance(name, str) or any(
-                    looks_at(code, name, **kinds) for code in codes
-                )
-                found[shown] = found.get(shown, False) or is_looked_at
-        return list(found.items())
+    def add_assigned_once(self, effects: Effects, ran: Collection[CodeType] | None) -> None:
+        """Add numbers and settings that are others since then and that nobody in the step looks at: a run
+        may have assigned what stood there already, and may assign something else for another batch."""
+        codes = self._codes_of(ran)
+        for change in self.differing():
+            is_known = change.place in effects.owners or change.key is WHOLE
+            if is_known or change.now is MISSING or not change.is_state or self._is_container(change.holder):
+                continue
+            is_own = any(self._mention(change)[0] in named_in(code) for code in codes)
+            if is_own and not self.is_looked_at(change, codes):
+                effects.add_constant(change, self._ways.get(id(change.holder)))
+
+    def accumulates(self, ran: Collection[CodeType] | None) -> Callable[[str], bool]:
+        """Tells of a name whether code that ran adds something to what has it."""
+        codes = self._codes_of(ran)
+        return lambda name: any(accumulates(code, _last_name(name)) for code in codes)
+
+    def left_elsewhere(
+        self, ran: Collection[CodeType] | None, effects: Effects, besides: Collection[Key] = ()
+    ) -> str | None:
+        """The name of another place in which something else stands that nobody in the step looks at: what it
+        does look at may be made once for every size. `besides`: places that are not to be looked at."""
+        codes = self._codes_of(ran)
+        for change in self.differing():
+            has_tensors = change.now is not MISSING and bool(tensors_in(change.now))
+            is_new = change.was is MISSING or same_constant(change.now, change.was)
+            is_known = change.place in effects.owners or change.place in besides
+            if is_known or (is_new and not has_tensors):
+                continue
+            if (has_tensors and effects) or (
+                (has_tensors or change.is_state)
+                and any(self._mention(change)[0] in named_in(code) for code in codes)
+                and not self.is_looked_at(change, codes)
+            ):
+                return change.name
+        return None
+
+    def _codes_of(self, ran: Collection[CodeType] | None) -> list[CodeType]:
+        return [code for code in (self._codes if ran is None else ran) if is_read_from(code)]
+
+    def is_looked_at(self, change: Change, codes: Collection[CodeType]) -> bool:
+        """Returns whether some of this code looks at what has changed."""
+        name, kinds = self._mention(change)
+        return not isinstance(name, str) or any(looks_at(code, name, **kinds) for code in codes)
+
+    def _mention(self, change: Change) -> tuple[Any, dict[str, bool]]:
+        """How code mentions a place: the name of an attribute or variable."""
+        holder, key, is_inside = change.holder, change.key, False
+        while id(holder) in self._ways and self._is_container(holder):
+            holder, key, is_inside = *self._ways[id(holder)][:2], True
+        if isinstance(holder, CellType):
+            return self._names[id(holder)].strip(), {"attribute": False, "variable": True}
+        if self._is_container(holder):
+            return _last_name(change.name), {"attribute": True, "variable": True}
+        is_variable = isinstance(holder, PartOf) or is_inside
+        return key, {"attribute": not isinstance(holder, PartOf), "variable": is_variable}
+
+    def _is_container(self, holder: Any) -> bool:
+        is_named = isinstance(holder, dict | type | PartOf | CellType) or hasattr(holder, "__slots__")
+        return not is_named or id(holder) in self._containers
+
+    def _shown(self, prefix: str, holder: Any, key: Any) -> str:
+        is_attribute = isinstance(holder, dict | type | PartOf) or hasattr(holder, "__slots__")
+        return f"{prefix}{key}" if is_attribute else prefix.rstrip(". ")
 
     def why_closed(self) -> str | None:
         """Why no graph can do what uses something that nobody can compare or undo, if the code does."""
@@ -297,24 +369,6 @@ class Reached:
         line = line_using(name, [code for code in self._codes if code.co_name != "__init__"])
         place = f" (at {line})" if line else ""
         return f"the step uses {name or 'something'}, which {why}: use it outside of the step{place}"
-
-    def assigned(self) -> Assigned:
-        """Where tensors stand now that did not stand there."""
-        places = []
-        for name, holder, saved in self._touched():
-            for key, value in items_of(holder):
-                was = saved.get(key, MISSING)
-                if value is not was and tensors_in(value):
-                    places.append((f"{name}{key}", holder, key, was))
-        return Assigned(places)
-
-    def grown(self) -> list[str]:
-        """The names of containers that have other entries now than before."""
-        return [
-            name.rstrip(". ") or "a global variable"
-            for name, holder, saved in self._touched()
-            if dict(items_of(holder)).keys() != saved.keys()
-        ]
 
     def put_back(self, keys: Collection[Key], *, but_new: bool = False) -> None:
         """Undo assignments at these places, and at no others: somebody else may have made those. `but_new`:
@@ -396,13 +450,6 @@ def numerics() -> dict[str, Any]:
 def _is_other(now: Any, was: Any) -> bool:
     """Whether something else stands there: contents of arrays are made anew whenever they are asked for."""
     return now is not was and not (isinstance(now, bytes) and isinstance(was, bytes) and now == was)
-
-
-def _is_state(value: Any, was: Any) -> bool:
-    """Returns whether it is a number, a setting or contents, no tensor and no object of a class."""
-    return all(
-        isinstance(each, _STATE) and not tensors_in(each) for each in (value, was) if each is not MISSING
-    )
 
 
 def _last_name(prefix: str) -> str:

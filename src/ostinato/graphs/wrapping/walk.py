@@ -17,6 +17,7 @@ import torch
 
 from ..memory import storage_address
 from .code_names import mentioned, names_in
+from .effects import Way
 from .holders import ARRAYS, CONTENTS, GENERATORS, WHOLE, Key, PartOf, item_of, items_of, slots_of
 from .user_code import (
     NAMESPACES,
@@ -52,6 +53,8 @@ _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumula
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, types.ModuleType)
 _CONTAINERS = (dict, list, tuple, deque, set)
+_WITHOUT_WAYS = (*_PLAIN, tuple, torch.Tensor, torch.nn.Module, types.FunctionType, type)
+"""What leads to no container that may be replaced behind a step, see Note [Where it is now] in effects.py."""
 _VIEWS = tuple(map(type, ({}.keys(), {}.values(), {}.items())))
 _AROUND_CONTAINERS = (UserDict, UserList, ChainMap, types.MappingProxyType, *_VIEWS)
 
@@ -92,7 +95,9 @@ class Walk:
         """Attributes of objects that are no modules, by identity."""
         self.of_bound: set[int] = set()
         """Those of objects whose methods are followed: what else is in them is read by these methods."""
-        self._ways = Ways()
+        self._names_to = Ways()
+        self.ways: dict[int, Way] = {}
+        """How containers were reached, by identity."""
         self._of_others: list[tuple[type, tuple[Any, Any, Any, str]]] = []
         """Numbers in objects whose code is not read, such as torch's schedulers, by kind of object."""
         # What may grow, see Note [What was added] in reached.py: tables of modules, attributes with how they
@@ -104,7 +109,7 @@ class Walk:
         for root in roots:
             self._visit("", root)
         self._follow_classes()
-        may_read = self._ways.readable(self.called_names)
+        may_read = self._names_to.readable(self.called_names)
         self.values = [
             (holder, key, *rest)
             for holder, key, *rest in self.values
@@ -114,8 +119,8 @@ class Walk:
         """What code may use although nobody can compare or undo it, and why."""
         read_of = {kind: read_by_methods(kind, self.called_names) for kind, _ in self._of_others}
         self.values += [entry for kind, entry in self._of_others if entry[1] in read_of[kind]]
-        self.containers = self._ways.containers()
-        growing = self._ways.growing(self.called_names)
+        self.containers = self._names_to.containers()
+        growing = self._names_to.growing(self.called_names)
         self.growing = [
             container
             for container in growing
@@ -169,7 +174,7 @@ class Walk:
         if isinstance(value, contextvars.ContextVar):
             return self._follow_holder(f"{name}.", value)
         if isinstance(value, _CONTAINERS):
-            self._ways.add_container(value)
+            self._names_to.add_container(value)
             is_named = isinstance(value, dict) and bool(name)
             return self._follow_holder(f"{name}." if is_named else name, value) | self._follow_object(
                 name, value
@@ -178,7 +183,7 @@ class Walk:
             self.holders[id(value)] = name, value
             return False
         if isinstance(value, ARRAYS):
-            self._ways.add_container(value)
+            self._names_to.add_container(value)
             contents = item_of(value, CONTENTS)
             if len(contents) > _TOO_LARGE_ARRAY:
                 why = f"has {len(contents) >> 20} MiB, too many to compare at every call: use a tensor"
@@ -196,7 +201,7 @@ class Walk:
     def _follow_object(self, name: str, value: Any) -> bool:
         kind = type(value)
         if is_looked_through(kind) and not is_namespace(value) and hasattr(value, "__dict__"):
-            self._ways.add_container(vars(value))
+            self._names_to.add_container(vars(value))
             return self._follow_holder(f"{name}.", vars(value))
         if not (is_users(kind.__module__) or is_namespace(value)):
             self._note_numbers(f"{name}.", getattr(value, "__dict__", {}), kind)
@@ -208,7 +213,7 @@ class Walk:
             self._add_owner(f"{name}.", vars(value), kind)
             found = self._follow_holder(f"{name}.", vars(value))
         if slots_of(value) and not isinstance(value, _CONTAINERS):
-            self._ways.add_owner(value, is_read_whole=is_read_whole(kind), is_own=is_own(kind.__module__))
+            self._names_to.add_owner(value, is_read_whole=is_read_whole(kind), is_own=is_own(kind.__module__))
             found |= self._follow_holder(f"{name}.", value)
         self._follow_class(kind)
         return found
@@ -241,7 +246,7 @@ class Walk:
             found |= self._note(f"{prefix}{key}", own, key, own[key])
         slots = [key for key in slots_of(module) if key != "graph_call"]  # of our wrappers
         if slots:
-            self._ways.add_owner(module, is_read_whole=is_read_whole(type(module)), is_own=True)
+            self._names_to.add_owner(module, is_read_whole=is_read_whole(type(module)), is_own=True)
         for key in slots:
             found |= self._note(f"{prefix}{key}", module, key, getattr(module, key))
         self._is_beside = before
@@ -249,7 +254,7 @@ class Walk:
 
     def _add_owner(self, prefix: str, attributes: dict[str, Any] | type, kind: type) -> None:
         is_users_own = is_own(kind.__module__) or issubclass(kind, NAMESPACES)
-        self._ways.add_owner(attributes, is_read_whole=is_read_whole(kind), is_own=is_users_own)
+        self._names_to.add_owner(attributes, is_read_whole=is_read_whole(kind), is_own=is_users_own)
         if is_users_own and not self._is_aside:
             names = vars(attributes) if isinstance(attributes, type) else attributes
             self.attributes[id(attributes)] = prefix, names
@@ -310,7 +315,7 @@ class Walk:
         self._names |= names
         self.codes.add(code)
         if vars(function):
-            self._ways.add_owner(vars(function), is_read_whole=True, is_own=True)
+            self._names_to.add_owner(vars(function), is_read_whole=True, is_own=True)
             found |= self._follow_holder(f"{function.__name__}.", vars(function))
         defaults = function.__defaults__ or ()
         named = code.co_varnames[: code.co_argcount][-len(defaults) :]
@@ -375,6 +380,8 @@ class Walk:
         if not isinstance(holder, tuple):
             self.holders[id(holder)] = name, holder
         found = False
+        if (id(holder), WHOLE) in self._ignored:
+            return False
         if is_large:
             if not self._is_aside:
                 self.values.append((holder, WHOLE, item_of(holder, WHOLE), name.rstrip(". ")))
@@ -390,6 +397,7 @@ class Walk:
             return False
         if not self._is_aside:
             self._note_way(name, holder, key, _inside(value))
+        self._note_end(holder, key, value)
         leads = self._visit(name, value) or (isinstance(value, torch.nn.Module) and not self._is_beside)
         if (self._is_aside and not leads) or self._noted.get((id(holder), key)) is holder:
             return leads
@@ -397,9 +405,17 @@ class Walk:
         (self.watched if leads else self.values).append((holder, key, value, name))
         return leads
 
+    def _note_end(self, holder: Any, key: Any, value: Any) -> None:
+        """The containers that lead on from there: what is in it, and its attributes."""
+        inside, way = _inside(value), self.ways.get(id(holder))
+        if isinstance(inside, (*_CONTAINERS, *ARRAYS)) and not isinstance(inside, tuple):
+            self.ways.setdefault(id(inside), Way(holder, key, _inside, way))
+        elif not isinstance(value, _WITHOUT_WAYS) and hasattr(value, "__dict__"):
+            self.ways.setdefault(id(vars(value)), Way(holder, key, vars, way))
+
     def _note_way(self, name: str, holder: Any, key: Any, value: Any) -> None:
         if isinstance(value, (*_CONTAINERS, *ARRAYS)):
-            self._ways.lead(holder, key, value)
+            self._names_to.lead(holder, key, value)
         elif is_taken_from(value):
             why = f"is a {type(value).__name__}, which gives each thing once"
             self._closed.append((holder, key, name, why))
@@ -407,7 +423,7 @@ class Walk:
             why = f"is a {type(value).__name__}, which nobody can look into"
             self._closed.append((holder, key, name, why))
         elif is_looked_through(type(value)) and hasattr(value, "__dict__"):
-            self._ways.lead(holder, key, vars(value))
+            self._names_to.lead(holder, key, vars(value))
 
 
 def _inside(value: Any) -> Any:
