@@ -115,6 +115,7 @@ def test_a_model_that_cannot_load_ends_the_server(tmp_path: Path) -> None:
         assert server.process.wait(40) == 1
         assert "Traceback" not in server.log
         assert "engine process ended" in server.log
+        assert "exit code" not in server.log, "what the engine said last is the reason"
 
 
 def test_disconnecting_aborts(server: ServerProcess) -> None:

@@ -1,20 +1,23 @@
 """Ends a server that cannot end itself: its event loop stands still, or a C function holds the interpreter.
 
-The guard is a small process, forked before the server has threads. The server blocks SIGINT and SIGTERM
-in all its threads and reads them from a descriptor in its event loop (signalfd), so a signal that nobody
-reads stays pending, and the kernel says so in /proc: no line of Python has to run in the server for the
-guard to know. It counts the time from then on, or from the server's own word that it is leaving, and
-kills it when the time is over. It also hears the event loop's heartbeat. Whatever the server has started
-dies with it.
+The guard is a small process. The server blocks SIGINT and SIGTERM in all its threads and reads them from a
+descriptor in its event loop (signalfd), so a signal that nobody reads stays pending, and the kernel says so
+in /proc: no line of Python has to run in the server for the guard to know. It counts the time from then on,
+or from the server's own word that it is leaving, and kills it when the time is over. It also hears the event
+loop's heartbeat. Whatever the server has started dies with it. A guard that is killed is replaced.
+
+`python -m ostinato.server.guard SERVER DESCRIPTOR LEAVE_SECONDS STALL_SECONDS` is the process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +28,8 @@ from .parent_death import die_with_parent
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BEAT_SECONDS = 0.5
+PAUSE_SECONDS = 5.0
+"""Between the starts of two guards."""
 _LOOK_SECONDS = 0.25
 _MASK_BYTES = 8
 _SFD_NONBLOCK_CLOEXEC = 0o2004000
@@ -38,20 +43,35 @@ class Guard:
     def __init__(self, leave_seconds: float, stall_seconds: float) -> None:
         """`leave_seconds`: that the process has after a signal. `stall_seconds`: that its event loop may
         stand still."""
-        self._pipe: int | None = None
-        if sys.platform != "linux":
-            return
+        self._seconds = (leave_seconds, stall_seconds)
+        self._pipe = -1
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
+        self._is_leaving = False
+        if sys.platform == "linux":
+            self._start()
+
+    def _start(self) -> None:
+        self._began = time.monotonic()
         heard, self._pipe = os.pipe()
-        server = os.getpid()
-        if os.fork() == 0:
-            _guard(server, heard, leave_seconds, stall_seconds)
-        os.close(heard)
         os.set_blocking(self._pipe, False)
+        given = (os.getpid(), heard, *self._seconds)
+        # A stop of the whole process group is not for the guard.
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *map(str, given)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(heard,),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+            os.close(heard)
 
     def watch(self, on_signal: Callable[[], None]) -> None:
         """Calls back for each signal, and lets the guard hear that the loop runs."""
         loop = asyncio.get_running_loop()
-        if self._pipe is None:
+        if self._process is None:
             for number in SIGNALS:
                 loop.add_signal_handler(number, on_signal)
             return
@@ -69,10 +89,12 @@ class Guard:
                     os.read(signals, _SIGNAL_INFO_BYTES)
                 except BlockingIOError:
                     return
+                self._is_leaving = True
                 self._say(_LEAVING)
                 on_signal()
 
         def beat() -> None:
+            self._look_after_guard()
             self._say(_BEAT)
             loop.call_later(BEAT_SECONDS, beat)
 
@@ -80,27 +102,33 @@ class Guard:
         beat()
 
     def _say(self, word: bytes) -> None:
-        assert self._pipe is not None
-        try:
+        # It may be full while the guard is stopped, and nobody reads it until the next look at the guard.
+        with contextlib.suppress(OSError):
             os.write(self._pipe, word)
-        except OSError:  # it is full, or nobody hears: the server serves on without a guard
+
+    def _look_after_guard(self) -> None:
+        assert self._process is not None
+        if self._process.poll() is None or time.monotonic() - self._began < PAUSE_SECONDS:
             return
+        announce("the guard process ended; starting another one")
+        if self._pipe != -1:
+            os.close(self._pipe)
+        self._pipe = -1
+        try:
+            self._start()
+        except OSError as error:  # no process or descriptor is left for it: tried again in a while
+            announce(f"cannot start a guard process: {error.strerror or error}")
+        if self._is_leaving:
+            self._say(_LEAVING)
 
 
-def _guard(server: int, heard: int, leave_seconds: float, stall_seconds: float) -> None:
+def main(server: int, heard: int, leave_seconds: float, stall_seconds: float) -> None:
     """The guard's process."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    os.closerange(3, heard)
-    os.closerange(heard + 1, 4096)
-    try:
-        why = _why_to_kill(server, heard, leave_seconds, stall_seconds)
-        if why is not None and os.getppid() == server:
-            announce(f"{why}: killed")
-            os.kill(server, signal.SIGKILL)
-    finally:
-        os._exit(0)
+    why = _why_to_kill(server, heard, leave_seconds, stall_seconds)
+    if why is not None and os.getppid() == server:
+        announce(f"{why}: killed")
+        os.kill(server, signal.SIGKILL)
 
 
 def _why_to_kill(server: int, heard: int, leave_seconds: float, stall_seconds: float) -> str | None:
@@ -139,3 +167,7 @@ def _has_pending_signal(process: int) -> bool:
         if name in ("SigPnd", "ShdPnd"):
             pending |= int(value, 16)
     return any(pending >> (number - 1) & 1 for number in SIGNALS)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Blocked by the parent until they are ignored: none of them finds the process half started."""
+LAST_WORDS_SECONDS = 2.0
 
 
 def run_engine(
@@ -61,7 +62,11 @@ def run_engine(
         code = 1
     commands.close(linger=0)
     events.close(linger=1000)
-    # Not ended in order: the thread of the heartbeat has a socket of it.
+    if code:
+        # What went wrong is still on its way. Whatever else has a socket does not keep the process.
+        telling = threading.Thread(target=context.term, daemon=True)
+        telling.start()
+        telling.join(LAST_WORDS_SECONDS)
     # The end of the process frees everything, and an interpreter with torch in it takes seconds to go.
     os._exit(code)
 
