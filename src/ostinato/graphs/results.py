@@ -9,7 +9,7 @@ copied: the caller and the step share them.
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,6 +43,9 @@ class Results(StrEnum):
             raise ConfigError(f"unknown kind of results {text!r}: use one of {kinds}") from None
 
 
+History: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
+
+
 class HandingOut:
     """How the results of one graph, without padded rows, become what a call returns."""
 
@@ -55,18 +58,24 @@ class HandingOut:
         """`inputs`: the real rows of the input buffers."""
         self._leaves, self._is_volatile = leaves, is_volatile
         self._of_inputs = _OfInputs(leaves, inputs)
-        self._besides_inputs: Any = None
-        self._all: Any = None
+        self._copies: dict[tuple[bool, History | None], _Copies] = {}
 
-    def copied(self, batch: Mapping[str, Any] | None) -> list[Any]:
-        """Leaves in memory of their own, but for those that are the caller's or outlive replays."""
-        if batch is None or not self._of_inputs.are_in(batch):
-            self._all = self._all or _Copies(self._leaves, self._is_volatile)
-            return self._all.made()
-        if self._besides_inputs is None:
-            self._besides_inputs = _Copies(self._of_inputs.others, self._is_volatile)
-        made: list[Any] = self._besides_inputs.made()
-        self._of_inputs.put(made, batch)
+    def copied(self, batch: Mapping[str, Any] | None, history: History | None = None) -> list[Any]:
+        """Leaves in memory of their own, but for those that are the caller's or outlive replays. `history`:
+        gives the leaf at a place one for autograd, or returns it as it is. What is copied gets it once, for
+        all calls; the copies inherit it."""
+        given = batch is not None and self._of_inputs.are_in(batch)
+        copies = self._copies.get((given, history))
+        if copies is None:
+            leaves = self._of_inputs.others if given else self._leaves
+            copies = self._copies[given, history] = _Copies(leaves, self._is_volatile, history)
+        made = copies.made()
+        if given and batch is not None:
+            self._of_inputs.put(made, batch)
+        if history is not None:
+            for position in copies.without_history:
+                if isinstance(made[position], torch.Tensor):
+                    made[position] = history(position, made[position])
         return made
 
     def guarded(self, batch: Mapping[str, Any] | None, lent: Lent, origin: str) -> list[Any]:
@@ -151,7 +160,12 @@ class _OfInputs:
 class _Copies:
     """Copies of leaves as often as needed. Those that overlap are copied together."""
 
-    def __init__(self, leaves: Sequence[Any], is_volatile: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        is_volatile: Callable[[torch.Tensor], bool],
+        history: History | None = None,
+    ) -> None:
         self._leaves = list(leaves)
         self._shared: list[int] = []
         self._alone: list[tuple[int, torch.Tensor, torch.Size | None]] = []
@@ -171,6 +185,12 @@ class _Copies:
                 self._alone.append((group[0], compact, None if compact is leaf else leaf.size()))
             else:
                 self._groups.append(_Group(group, [leaves[position] for position in group]))
+        self.without_history: list[int] = []
+        """The places of leaves that get theirs anew in every call."""
+        if history is not None:
+            self._alone = [(at, history(at, source), size) for at, source, size in self._alone]
+            inherit = {position for position, *_ in self._alone}
+            self.without_history = [at for at in range(len(leaves)) if at not in inherit]
 
     def made(self) -> list[Any]:
         """New copies, in the places of the leaves."""

@@ -25,13 +25,13 @@ from .inputs.staging import as_tensor
 from .memory import storage_address
 from .options import CaptureOptions
 from .report import GraphRow, Report, describe
-from .results import HandingOut, Results
+from .results import HandingOut, History, Results
 
 _MOST_READY = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ready:
+class Ready:
     """Everything needed to serve one shape: the dispatcher's decision, carried out in advance."""
 
     graph: CapturedGraph
@@ -147,7 +147,7 @@ class CudaGraphRunner(GraphSet):
         self.eager_steps: Counter[Reason] = Counter()
         self.make_batch = make_batch
         self._arena_address = buffers.arena.data_ptr()
-        self._ready: dict[BatchShape, _Ready] = {}
+        self._ready: dict[BatchShape, Ready] = {}
         self._ready_version = self.dispatcher.version
 
     def capture(self, keys: Iterable[GraphKey] | None = None, *, progress: bool | None = None) -> Report:
@@ -184,16 +184,37 @@ class CudaGraphRunner(GraphSet):
         """Run one step: decide, then replay or run eagerly. The decision comes before anything is written."""
         if shape is None:
             shape = self.buffers.shape_of(batch)
-        ready = self._ready_for(shape)
-        if ready is not None:
-            return self._replay(batch, shape, ready)
-        decision = self.dispatcher.decide(shape)
-        if decision.is_eager:
-            return self.run_eagerly(batch, shape, decision.reason)
-        if len(self._ready) >= _MOST_READY:
-            self._ready.clear()
-        ready = self._ready[shape] = self._make_ready(shape, decision)
+        ready = self.prepared(shape)
+        if isinstance(ready, Decision):
+            return self.run_eagerly(batch, shape, ready.reason)
         return self._replay(batch, shape, ready)
+
+    def prepared(self, shape: BatchShape) -> Ready | Decision:
+        """Returns what a replay for this shape needs; where none serves it, the decision to run it eagerly.
+        Valid until graphs come or go."""
+        ready = self._ready_for(shape)
+        if ready is None:
+            decision = self.dispatcher.decide(shape)
+            if decision.is_eager:
+                return decision
+            if len(self._ready) >= _MOST_READY:
+                self._ready.clear()
+            ready = self._ready[shape] = self._make_ready(shape, decision)
+        return ready
+
+    def run_prepared(
+        self,
+        ready: Ready,
+        batch: Batch,
+        shape: BatchShape,
+        *,
+        is_plain: bool = False,
+        history: History | None = None,
+    ) -> Any:
+        """Replay what was prepared. `is_plain`: the batch has the types and shapes of the fields, in their
+        order, and is known to be of plain tensors without gradients on the device. `history`: gives copied
+        results one for autograd, see `HandingOut`."""
+        return self._replay(batch, shape, ready, is_plain, history)
 
     def replay(self, batch: Batch, shape: BatchShape, decision: Decision) -> Any:
         """Fill the buffers and launch the graph of this decision."""
@@ -215,42 +236,54 @@ class CudaGraphRunner(GraphSet):
             raise BatchError(f"the buffers do not hold a batch of {shape}: call run() with one first")
         return self._replay(None, shape, self._ready[shape])
 
-    def _ready_for(self, shape: BatchShape) -> _Ready | None:
+    def _ready_for(self, shape: BatchShape) -> Ready | None:
         if self._ready_version != self.dispatcher.version:
             self._ready = {s: ready for s, ready in self._ready.items() if self._still_serves(s, ready)}
             self._ready_version = self.dispatcher.version
         return self._ready.get(shape)
 
-    def _still_serves(self, shape: BatchShape, ready: _Ready) -> bool:
+    def _still_serves(self, shape: BatchShape, ready: Ready) -> bool:
         decision = self.dispatcher.decide(shape)
         if decision.descriptor is None:
             return False
         return self.graphs.get(GraphKey(decision.mode, decision.descriptor)) is ready.graph
 
-    def _replay(self, batch: Batch | None, shape: BatchShape, ready: _Ready) -> Any:
+    def _replay(
+        self,
+        batch: Batch | None,
+        shape: BatchShape,
+        ready: Ready,
+        is_plain: bool = False,
+        history: History | None = None,
+    ) -> Any:
         graph = ready.graph
         with turn:
             if self.debug:
                 self.check_addresses()
             self.backend.order_replays()
             if batch is not None:
-                self.buffers.fill_as(ready.plan, batch, poison=self.poison)
+                if is_plain and not self.poison:
+                    self.buffers.fill_with(ready.plan, list(batch.values()))
+                else:
+                    self.buffers.fill_as(ready.plan, batch, poison=self.poison)
                 self.buffers.holds = ready
             if self.poison:
                 self.poison_surroundings()
                 self.buffers.holds = None
-            self.pool.overwrite()
+            self.pool.lent.overwrite()
             graph.lent.overwrite()
             graph.replay()
             graph.replays += 1
             graph.real_tokens += shape.num_tokens
             if ready.handing_out is not None:
-                return self._handed_out(batch, ready, ready.handing_out)
+                return self._handed_out(batch, ready, ready.handing_out, history)
             output = graph.handed_out(ready.leaves)
             (self.pool.lent if self.options.weak_output else graph.lent).outputs = ready.volatile
             return output
 
-    def _handed_out(self, batch: Batch | None, ready: _Ready, handing_out: HandingOut) -> Any:
+    def _handed_out(
+        self, batch: Batch | None, ready: Ready, handing_out: HandingOut, history: History | None
+    ) -> Any:
         """Copy back what the step has written into its inputs, and copy or guard its outputs."""
         graph = ready.graph
         if ready.written and batch is not None:
@@ -262,7 +295,7 @@ class CudaGraphRunner(GraphSet):
                     if not self._is_overwritten(target):
                         target.copy_(rows)
         if self.results is Results.COPIED:
-            return graph.structured(handing_out.copied(batch))
+            return graph.structured(handing_out.copied(batch, history))
         lent = self.pool.lent if self.options.weak_output else graph.lent
         lent.outputs = ready.volatile
         origin = f"{graph.key.mode} graph {graph.descriptor}"
@@ -276,7 +309,7 @@ class CudaGraphRunner(GraphSet):
         with torch.no_grad():
             return self.step(**self.arguments(inputs, shape.as_descriptor()))
 
-    def _make_ready(self, shape: BatchShape, decision: Decision) -> _Ready:
+    def _make_ready(self, shape: BatchShape, decision: Decision) -> Ready:
         """Look up everything that replaying this shape needs."""
         if decision.descriptor is None:
             raise BatchError(f"there is no graph to replay: the step runs eagerly ({decision.reason})")
@@ -299,7 +332,7 @@ class CudaGraphRunner(GraphSet):
             inputs = {field.name: head for field, head in rows}
             handing_out = HandingOut(leaves, lambda leaf: id(leaf) in overwritten, inputs)
         written = [(field, head) for field, head in rows if field.name in self._written]
-        return _Ready(graph, plan, leaves, volatile, handing_out, written)
+        return Ready(graph, plan, leaves, volatile, handing_out, written)
 
     # -- safety ------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class AddressBook:
     @property
     def reads_hold(self) -> bool:
         """Whether the tensors that steps read, watched by name or not, are where they were."""
-        return all(
+        return not self._reads or all(
             (tensor := read.tensor()) is not None and tensor.data_ptr() == read.address
             for read in self._reads.values()
         )

@@ -1,6 +1,6 @@
 """The mode of a step decides which of several nested wrappers acts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -23,6 +23,5 @@ def step_mode(mode: GraphMode | str) -> Iterator[None]:
         _step_mode.reset(token)
 
 
-def decided_step_mode() -> GraphMode | None:
-    """The mode in effect; None if none was set, so that the outermost wrapper acts."""
-    return _step_mode.get()
+decided_step_mode: Callable[[], GraphMode | None] = _step_mode.get
+"""Returns the mode in effect; None if none was set, so that the outermost wrapper acts."""

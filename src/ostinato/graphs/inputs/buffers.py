@@ -34,6 +34,8 @@ class FillPlan:
         self.expected = [field.full_shape(shape.num_tokens, shape.num_reqs) for field in fields]
         self.spans: dict[tuple[int, ...], tuple[int, int, torch.Tensor]] = {}
         self.copies: dict[tuple[tuple[int, ...], bool], list[_Copy]] = {}
+        self.of_all: list[_Copy] | None = None
+        """Of these, those that copy all fields from the device."""
         self.head_slices: list[tuple[Any, ...]] = []
         self.tail_slices: list[tuple[Any, ...] | None] = []
         for field in fields:
@@ -127,6 +129,9 @@ class InputBuffers:
             or self._checked(batch, plan.expected)
         )
         self.holds = None
+        if not host and not poison:
+            self._copy_all(plan, values)
+            return
         if host and self._is_on_host:
             for i in host:
                 values[i] = as_tensor(values[i], self.fields[i].dtype)
@@ -135,6 +140,16 @@ class InputBuffers:
             self._send_host(plan, values, tuple(host), poison)
         if len(host) < len(values):
             self._copy_device(plan, values, host, poison)
+
+    def fill_with(self, plan: FillPlan, values: list[torch.Tensor]) -> None:
+        """`fill_as` with one plain tensor for each field, in order, which are known to have the types and
+        shapes of the fields, to have no gradients and to be on the device."""
+        begins, ends = self._begins, self._ends
+        for position, value in enumerate(values):
+            if begins <= value.data_ptr() < ends:
+                values[position] = value.clone()
+        self.holds = None
+        self._copy_all(plan, values)
 
     def fill_padding(self, descriptor: BatchDescriptor) -> None:
         """Make every row of a rung a padded row."""
@@ -310,6 +325,18 @@ class InputBuffers:
                 array[tail] = fillers[i]
         target.copy_(source, non_blocking=True)
         self._staging.sent()
+
+    def _copy_all(self, plan: FillPlan, values: Sequence[torch.Tensor]) -> None:
+        """One grouped copy for each type, of all fields."""
+        copies = plan.of_all
+        if copies is None:
+            with torch.inference_mode(False), torch.no_grad():
+                copies = plan.of_all = self._copies(plan, self._every, False)
+        for positions, targets, padding in copies:
+            if len(targets) == 1:
+                targets[0].copy_(values[positions[0]])
+            else:
+                torch._foreach_copy_(targets, [values[i] for i in positions] + padding)
 
     def _copy_device(self, plan: FillPlan, values: Sequence[Any], host: Sequence[int], poison: bool) -> None:
         """One grouped copy for each type: real rows from the batch, padded rows from a template."""

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..dispatching.ladder import Ladder
 from ..dispatching.mode import GraphMode
 from ..inputs.buffers import Batch
@@ -51,6 +53,7 @@ class Entry:
     differentiable: Differentiable
     reached: Reached
     surroundings: tuple[Any, ...]
+    device: torch.device
     is_standing: Callable[[], bool]
     """Whether everything in `reached` is certainly unchanged; if not, each part must be checked."""
     num_equal_changes: int = 0

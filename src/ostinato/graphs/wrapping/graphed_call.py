@@ -15,8 +15,8 @@ from ..capturing.captured import CapturedGraph
 from ..capturing.gate import turn
 from ..capturing.pool import GraphPool
 from ..checking.verify import Verification
-from ..dispatching.descriptor import BatchDescriptor, BatchShape
-from ..dispatching.dispatch import Dispatcher, Reason
+from ..dispatching.descriptor import BatchDescriptor
+from ..dispatching.dispatch import Decision, Dispatcher, Reason
 from ..dispatching.keys import GraphKey
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import decided_step_mode, step_mode
@@ -33,11 +33,11 @@ from .first_run import FirstRun
 from .in_place import InPlace
 from .no_gradients import Differentiable, places_with_gradients, require_gradients, without_gradients
 from .reached import Reached
-from .signature import EmptyBatchError, Examples, Signature, is_opaque
+from .signature import EmptyBatchError, Examples, Rows, Signature, is_opaque
 from .transforms import has_replaced_parameters, inside_transform, is_differentiated_by_torch
 
 logger = logging.getLogger("ostinato.graphs")
-
+is_grad_enabled = torch.is_grad_enabled
 
 _MOST_EQUAL_CHANGES = 8
 _WITH_GRADIENTS = (Reason.TRANSFORMED, Reason.WRITTEN_ARGUMENT)
@@ -63,6 +63,9 @@ class GraphedCall:
         """`pool` is not part of the settings: copies have their own memory."""
         self.function = function
         self.settings = settings
+        self._mode = settings.mode
+        self._overwrites = settings.results is not Results.COPIED
+        """Whether a call overwrites the results of another one."""
         self.eager_steps: Counter[Reason] = Counter()
         self.attributes_changed = False
         """Whether an attribute was set through the wrapper since the capture."""
@@ -77,26 +80,27 @@ class GraphedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Serve one call from a graph if the step's mode lets this wrapper act; capture at the first call."""
-        decided, mode = decided_step_mode(), self.settings.mode
+        return self.serve(args, kwargs)
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call with these arguments."""
+        decided, mode = decided_step_mode(), self._mode
         if decided is not None and decided is not mode:
             return self.function(*args, **kwargs)
-        transformed = inside_transform() or (require_gradients(args, kwargs) and is_differentiated_by_torch())
+        transformed = inside_transform() or (
+            is_grad_enabled() and require_gradients(args, kwargs) and is_differentiated_by_torch()
+        )
         if transformed or mode is GraphMode.NONE:
             reason = Reason.DISABLED if mode is GraphMode.NONE else Reason.TRANSFORMED
             return self._eagerly(reason, args, kwargs, with_gradients=transformed)
         owner = self._shares_results.owner
-        if owner is not threading.current_thread() and (owner is not None or self._overwrites):
+        if (owner is not None or self._overwrites) and owner is not threading.current_thread():
             self._take_over()
         with turn:
             why_not, result = self._serve(args, kwargs)
         if why_not is None:
             return result
         return self._eagerly(why_not, args, kwargs, with_gradients=why_not in _WITH_GRADIENTS)
-
-    @property
-    def _overwrites(self) -> bool:
-        """Returns whether a call overwrites the results of another one."""
-        return self.settings.results is not Results.COPIED
 
     def _take_over(self) -> None:
         """Make the calling thread the owner of the results: two threads would overwrite each other's."""
@@ -131,7 +135,11 @@ class GraphedCall:
                     self.eager_steps[Reason.FIRST_CALL] += 1
                     outcome = Outcome(first.result, first.effects.left_by_the_call(), {})
                     first.result = None  # the caller's alone
-                    return None, _received(outcome, self._entries[-1], batch, has_run=True)
+                    entry = self._entries[-1]
+                    if is_grad_enabled():
+                        refused = entry.differentiable.refused(batch, is_plain=False)
+                        outcome = entry.differentiable.refusing(outcome, refused)
+                    return None, _received(outcome, entry, has_run=True)
                 found = self._find(args, kwargs)
                 assert found is not None
         except EmptyBatchError:
@@ -140,16 +148,17 @@ class GraphedCall:
             if self._entries and not self.graphs():
                 return Reason.UNSEEN_SIGNATURE, None  # nothing is padded, so rows need not be told
             raise
-        entry, batch, shape = found
+        entry, batch, (shape, where) = found
         is_standing = entry.is_standing()
         why_not = self._why_not(entry, is_standing)
         if why_not is not None:
             self._warn_of(why_not, entry)
             return why_not, None
-        decision = entry.runner.decide(shape)
-        if decision.is_eager:
-            return decision.reason, None
-        if not ((is_standing or entry.reached.is_unchanged()) and entry.runner.reads_hold()):
+        runner = entry.runner
+        ready = runner.prepared(shape)
+        if isinstance(ready, Decision):
+            return ready.reason, None
+        if not ((is_standing or entry.reached.is_unchanged()) and runner.reads_hold()):
             if has_replaced_parameters():
                 return Reason.TRANSFORMED, None
             self.check_addresses()
@@ -157,15 +166,20 @@ class GraphedCall:
             # Equal numbers, only other objects; or something was added that no code mentions.
             entry.num_equal_changes += 1
             entry.is_standing = entry.reached.standing(of_wrapper=True)
-        if (clash := entry.in_place.why_not(batch)) is not None:
+        if entry.in_place.counts and (clash := entry.in_place.why_not(batch)) is not None:
             self._warn_once(Reason.WRITTEN_ARGUMENT, clash)
             return Reason.WRITTEN_ARGUMENT, None
-        if self.settings.mode is GraphMode.FULL:
-            outcome = entry.runner.run(batch, shape)
+        is_plain = where is not None and where == entry.device
+        refused = entry.differentiable.refused(batch, is_plain=is_plain) if is_grad_enabled() else None
+        history = refused if refused is not None and refused.lasts and not self._overwrites else None
+        if self._mode is GraphMode.FULL:
+            outcome = runner.run_prepared(ready, batch, shape, is_plain=is_plain, history=history)
         else:
             with step_mode(GraphMode.NONE):  # eager calls between segments may hold wrappers of their own
-                outcome = entry.runner.run(batch, shape)
-        return None, _received(outcome, entry, batch)
+                outcome = runner.run_prepared(ready, batch, shape, is_plain=is_plain, history=history)
+        if refused is not history:
+            outcome = entry.differentiable.refusing(outcome, refused)
+        return None, _received(outcome, entry)
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures can be added the same way."""
@@ -286,16 +300,16 @@ class GraphedCall:
         what = self._entries[-1].signature.difference(signature)
         return f"{what}; call capture() with such arguments to serve them from graphs as well"
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Batch, BatchShape] | None:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Batch, Rows] | None:
         for entry in self._entries:
-            matched = entry.signature.batch_of(args, kwargs)
+            matched = entry.signature.given_by(args, kwargs)
             if matched is not None:
                 return entry, *matched
         return None
 
     def _why_not(self, entry: Entry, is_standing: bool) -> Reason | None:
         """Why the present state rules out the graphs of a call's signature; None if it does not."""
-        if _autocast(entry.runner.pool.device) != entry.surroundings[0]:
+        if _autocast(entry.device) != entry.surroundings[0]:
             return Reason.AUTOCAST_CHANGED
         if is_standing and not self.attributes_changed:
             return None
@@ -369,7 +383,10 @@ class GraphedCall:
         look = partial(self._places_with_gradients, runner, signature, kept)
         differentiable = Differentiable(reached.tensors, look)
         self._entries.append(
-            Entry(signature, runner, kept, first, in_place, differentiable, reached, surroundings, standing)
+            Entry(
+                *(signature, runner, kept, first, in_place, differentiable, reached, surroundings),
+                *(runner.pool.device, standing),
+            )
         )
         self.attributes_changed = False
         return first
@@ -455,11 +472,9 @@ class GraphedCall:
         return runner
 
 
-def _received(outcome: Any, entry: Entry, batch: Batch, *, has_run: bool = False) -> Any:
+def _received(outcome: Any, entry: Entry, *, has_run: bool = False) -> Any:
     """The result of a call, once what else came of it is in its places. `has_run`: the function has run, and
     left that itself."""
-    if torch.is_grad_enabled():
-        outcome = entry.differentiable.refusing(outcome, batch)
     if not isinstance(outcome, Outcome):
         return outcome
     effects = entry.first.effects

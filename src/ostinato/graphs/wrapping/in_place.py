@@ -24,6 +24,8 @@ class InPlace:
         self.arguments = arguments
         self._reached = frozenset(reached)
         self._written = frozenset(written) & self._reached
+        self.counts = bool(arguments or self._written)
+        """Whether there is anything in which copies could differ."""
 
     def why_not(self, batch: Batch) -> str | None:
         """Why copies of these arguments would not behave as the arguments themselves, if they would not."""

@@ -20,6 +20,22 @@ from ..trees import Maker, flatten, map_tensors, tensors_in
 _requires_grad = attrgetter("requires_grad")
 
 
+class Refused:
+    """Gives results the history of what raises an error when it is differentiated."""
+
+    def __init__(self, places: Collection[int] | None, by: Sequence[torch.Tensor], *, lasts: bool) -> None:
+        """`places`: which results; None: all. `by`: what they would be differentiated by. `lasts`: whether
+        that is the same in other calls."""
+        self._places, self._by, self.lasts = places, by, lasts
+
+    def __call__(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, with that history if it is one of these."""
+        if not tensor.is_floating_point() or (self._places is not None and place not in self._places):
+            return tensor
+        made: torch.Tensor = _Refusal.apply(tensor, *self._by)  # type: ignore[no-untyped-call]
+        return made
+
+
 class Differentiable:
     """Tells which results of one kind of call would have gradients, see the Note."""
 
@@ -30,43 +46,51 @@ class Differentiable:
         gradients or do not; the places of results that have some then, or None if that cannot be told."""
         self._reads, self._look = reads, look
         self._known: dict[tuple[bool, ...], Collection[int] | None] = {}
+        self._read: list[bool] | None = None
+        """Which of `reads` required gradients in the last call whose arguments did not."""
+        self._refused: Refused | None = None
+        """What was refused in that."""
         self._maker: Maker | None = None
 
-    def refusing(self, results: Any, batch: Batch) -> Any:
-        """The same results; `backward` through those that would have gradients raises."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # an argument may be a result that is overwritten by now
+    def refused(self, batch: Batch, *, is_plain: bool) -> Refused | None:
+        """Returns what has to be refused of the results of a call; None if none would have gradients.
+        `is_plain`: no argument requires gradients."""
+        read = list(map(_requires_grad, self._reads))
+        if is_plain and read == self._read:
+            return self._refused
+        # An argument may be a result that is overwritten by now.
+        with torch._C.DisableTorchFunctionSubclass():
             given = list(map(_requires_grad, batch.values()))
-        read = tuple(map(_requires_grad, self._reads))
-        if True not in given and True not in read:
+        wanted, which = (*given, *read), None
+        if True in wanted:
+            if wanted not in self._known:
+                self._known[wanted] = self._look(given)
+            which = self._known[wanted]
+        refused = None
+        if True in wanted and (which is None or which):
+            by = [value for value, is_wanted in zip(batch.values(), given, strict=True) if is_wanted]
+            if True in read:
+                by.append(self._reads[read.index(True)])
+            refused = Refused(which, by, lasts=True not in given)
+        if True not in given:
+            self._read, self._refused = read, refused
+        return refused
+
+    def refusing(self, results: Any, refused: Refused | None) -> Any:
+        """The same results; `backward` through those that would have gradients raises."""
+        if refused is None:
             return results
-        wanted = (*given, *read)
-        if wanted not in self._known:
-            self._known[wanted] = self._look(given)
-        which = self._known[wanted]
-        if which is not None and not which:
-            return results
-        by = [value for value, is_wanted in zip(batch.values(), given, strict=True) if is_wanted]
-        if True in read:
-            by.append(self._reads[read.index(True)])
         leaves, structure = flatten(results)
         if self._maker is None or not self._maker.is_for(structure, leaves):
             self._maker = Maker(structure, leaves)
         for place, leaf in enumerate(leaves):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and leaf.is_floating_point()
-                and (which is None or place in which)
-            ):
-                leaves[place] = _Refusal.apply(leaf, *by)  # type: ignore[no-untyped-call]
+            if isinstance(leaf, torch.Tensor):
+                leaves[place] = refused(place, leaf)
         return self._maker.made(leaves)
 
 
 def require_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an argument does, where gradients are enabled."""
-    if not torch.is_grad_enabled():
-        return False
+    """Returns whether an argument does."""
     given = (*args, *kwargs.values())
     plain = all(isinstance(value, torch.Tensor) for value in given)
     return any(map(_requires_grad, given if plain else tensors_in(given)))

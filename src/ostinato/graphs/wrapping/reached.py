@@ -46,12 +46,10 @@ from .ways import BY_ANY_NAME
 from .words import Words
 
 _address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
-_KINDS_OF_ATTENTION = (
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-)
+_dtype_now, _precision_now = torch.get_default_dtype, torch._C._get_float32_matmul_precision
+_deterministic_now = torch._C._get_deterministic_algorithms
+_flash, _efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
+_math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 _BY_MADE_UP_NAMES = frozenset(("setattr", "vars", "__dict__", "__setattr__"))
 """Code that mentions these may assign an attribute whose name it does not mention."""
 _training, _dtype = attrgetter("training"), attrgetter("dtype")
@@ -166,10 +164,11 @@ class Reached:
         elif tensors:
             found.add_equal(lambda: list(map(_address, tensors)))
         for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
-            found.add_equal(functools.partial(list, table.values()))
-        found.add_equal(numerics)
+            _add_hooks(found, table)
+        found.add_equal(_numbers)
         found.add_types([*self.modules, *self._objects])
-        found.add_equal(lambda: list(map(id, map(vars, self._objects))))
+        for each in self._objects:
+            found.add_attributes(each)
         for module in self.modules:
             _add_module(found, module)
         counted = [*self._tables, *(attributes for _, _, attributes, _ in self._attributes), *self._growing]
@@ -426,24 +425,36 @@ def _add_module(found: Comparison, module: torch.nn.Module) -> None:
     else:  # TorchScript
         found.add_equal(lambda: getattr(module, "training", False))
     for hooks in HOOKS:
-        if own.get(hooks):
-            found.add_equal(lambda hooks=hooks: list(own[hooks].values()))  # type: ignore[misc]
-        elif hooks in own:
+        if hooks in own:
             found.add_places([(own, hooks, own[hooks])])
-            found.add_empty(own[hooks])
+            _add_hooks(found, own[hooks])
     if "forward" in own:
         found.add_places([(own, "forward", own["forward"])])
     else:
         found.add_missing(own, "forward")
 
 
+def _add_hooks(found: Comparison, hooks: dict[Any, Any]) -> None:
+    """The same ones, in the same order."""
+    if hooks:
+        found.add_equal(lambda: list(hooks.values()))
+    else:
+        found.add_empty(hooks)
+
+
+def _numbers() -> tuple[Any, ...]:
+    """Settings by which the same operations give other numbers: asked at every call, so without a loop."""
+    return _dtype_now(), _precision_now(), _deterministic_now(), _flash(), _efficient(), _math(), _cudnn()
+
+
 def numerics() -> dict[str, Any]:
     """Settings of torch's by which the same operations give other numbers."""
+    dtype, precision, deterministic, *attention = _numbers()
     return {
-        "the default dtype": torch.get_default_dtype(),
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "kinds of attention": tuple(ask() for ask in _KINDS_OF_ATTENTION),
+        "the default dtype": dtype,
+        "the precision of float32 products": precision,
+        "deterministic algorithms": deterministic,
+        "kinds of attention": tuple(attention),
     }
 
 

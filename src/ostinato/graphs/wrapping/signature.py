@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,14 @@ _CONSTANTS = (
 
 class EmptyBatchError(BatchError):
     """A call without any row, which no graph serves."""
+
+
+class Rows(NamedTuple):
+    """What is known of the tensors of a call."""
+
+    shape: BatchShape
+    device: torch.device | None
+    """Where all of them are; None if they are not in one place, or not all plain tensors without gradients."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,12 @@ class Signature:
 
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Batch, BatchShape] | None:
         """The call's tensors by field name and their shape; None if the call has another signature."""
+        found = self.given_by(args, kwargs)
+        return None if found is None else (found[0], found[1].shape)
+
+    def given_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[Batch, Rows] | None":
+        """Returns the call's tensors in the order of the fields, and what is known of them; None if the call
+        has another signature."""
         count, names = self.given
         if self.is_flat:
             if len(args) != count or len(kwargs) != len(names):
@@ -155,36 +169,45 @@ class Signature:
                 return None
         batch: dict[str, torch.Tensor] = {}
         geometry: list[Any] = []
-        for leaf, field, constant in zip(leaves, self.fields, self.constants, strict=True):
-            if field is not None:
+        for leaf, (name, constant) in zip(leaves, self._expected, strict=True):
+            if name is not None:
                 if not is_ordinary(leaf):
                     return None
-                batch[field.name] = leaf
-                geometry += leaf.dtype, leaf.shape
+                batch[name] = leaf
+                is_plain = type(leaf) is torch.Tensor and not leaf.requires_grad
+                geometry += leaf.dtype, leaf.shape, leaf.device if is_plain else None
             elif leaf is not constant and (
                 isinstance(leaf, torch.Tensor) or not same_constant(leaf, constant)
             ):
                 return None
         known = tuple(geometry)
-        shape = self._known_shapes.get(known)
-        if shape is None:
-            rows = self._rows_of(known)
-            if rows is None:
+        rows = self._known_rows.get(known)
+        if rows is None:
+            num_rows = self._rows_of(known)
+            if num_rows is None:
                 return None
-            if len(self._known_shapes) >= _MOST_SHAPES:
-                self._known_shapes.clear()
-            shape = self._known_shapes[known] = BatchShape.decode(rows)
-        return batch, shape
+            if len(self._known_rows) >= _MOST_SHAPES:
+                self._known_rows.clear()
+            devices = set(known[2::3])
+            device = devices.pop() if len(devices) == 1 else None
+            rows = self._known_rows[known] = Rows(BatchShape.decode(num_rows), device)
+        return batch, rows
 
     @cached_property
-    def _known_shapes(self) -> dict[tuple[Any, ...], BatchShape]:
-        """Shapes of batches, by type and shape of their tensors in order."""
+    def _expected(self) -> tuple[tuple[str | None, Any], ...]:
+        """Of each leaf the name of its field, or what it is equal to."""
+        pairs = zip(self.fields, self.constants, strict=True)
+        return tuple((None if field is None else field.name, constant) for field, constant in pairs)
+
+    @cached_property
+    def _known_rows(self) -> dict[tuple[Any, ...], "Rows"]:
+        """What is known of batches by type, shape and device of their tensors in order."""
         return {}
 
     def _rows_of(self, geometry: Sequence[Any]) -> int | None:
-        """The number of rows of tensors with these types and shapes; None if they are another signature's."""
+        """The number of rows of tensors of this geometry; None if they are another signature's."""
         rows: int | None = None
-        for field, dtype, shape in zip(self.tensor_fields, geometry[::2], geometry[1::2], strict=True):
+        for field, dtype, shape in zip(self.tensor_fields, geometry[::3], geometry[1::3], strict=True):
             if dtype != field.dtype:
                 return None
             if field.per is Extent.TOKEN:

@@ -11,7 +11,7 @@ on the mode of the thread (inference mode, autocast), so there is one set of gua
 import gc
 import types
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,12 +19,13 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from .holders import MISSING, WHOLE, item_of
-from .words import TensorWords, Words
+from .words import Words
 
 Place = tuple[Any, Any, Any]
 """A holder, a place in it, and what stands there."""
 
 _address, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+_attributes_of = object.__getattribute__
 _dtype, _contents = attrgetter("dtype"), attrgetter("cell_contents")
 _MOST_MODES = 4
 _MOST_EQUAL_CHANGES = 8
@@ -42,6 +43,7 @@ class Comparison:
         self._sizes: list[tuple[Any, int]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._others: list[Place] = []
+        self._attributes: list[tuple[Any, dict[str, Any]]] = []
         self._questions: list[tuple[Callable[[], Any], Any]] = []
         self._tensors: list[torch.Tensor] = []
 
@@ -80,6 +82,18 @@ class Comparison:
         """They are of the classes that they are of."""
         self._objects += objects
 
+    def add_attributes(self, holder: Any) -> None:
+        """The dictionary of its attributes is the one that it is now."""
+        own = vars(holder)
+        try:
+            is_its_own = _attributes_of(holder, "__dict__") is own
+        except AttributeError:  # a `threading.local` has one for each thread
+            is_its_own = False
+        if is_its_own:
+            self._attributes.append((holder, own))
+        else:
+            self.add_equal(lambda: id(vars(holder)))
+
     def add_equal(self, question: Callable[[], Any]) -> None:
         """It has the answer that it has now."""
         self._questions.append((question, question()))
@@ -89,8 +103,7 @@ class Comparison:
         self._tensors += {id(tensor): tensor for tensor in tensors}.values()
 
     def compiled(self) -> Callable[[], bool]:
-        """Whether all terms hold. What is gone does not stand where it stood."""
-        dictionaries = _Dictionaries(list(self._dicts.values()), self._objects)
+        """Tells whether all terms hold. What is gone does not stand where it stood."""
         whole = [entry for entry in self._lists.values() if len(entry[1]) == len(entry[0])]
         for holder, entries in self._lists.values():
             if len(entries) != len(holder):
@@ -101,25 +114,31 @@ class Comparison:
         sized, sizes = [list(column) for column in zip(*self._sizes, strict=True)] or ([], [])
         cells, contents = [list(column) for column in zip(*self._cells, strict=True)] or ([], [])
         holders, keys, values = [list(column) for column in zip(*self._others, strict=True)] or ([], [], [])
-        wholes, sets = self._wholes, list(self._sets.values())
-        questions = self._questions
-        tensors = _Tensors(self._tensors)
+        whose, attributes = [list(column) for column in zip(*self._attributes, strict=True)] or ([], [])
+        wholes, sets, questions = self._wholes, list(self._sets.values()), self._questions
+        terms: list[tuple[Any, Callable[[], bool]]] = [
+            (sized, lambda: list(map(len, sized)) == sizes),
+            (lists, lambda: all(map(is_, chain.from_iterable(lists), elements))),
+            (cells, lambda: all(map(is_, map(_contents, cells), contents))),
+            (holders, lambda: all(map(is_, map(item_of, holders, keys), values))),
+            (sets, lambda: all([present <= holder for holder, present in sets])),
+            (wholes, lambda: all(_is_whole(holder, entries) for holder, entries in wholes)),
+            (whose, lambda: all(map(is_, map(_attributes_of, whose, repeat("__dict__")), attributes))),
+            (questions, lambda: all([question() == answer for question, answer in questions])),
+        ]
+        in_memory = _InMemory(list(self._dicts.values()), self._objects, self._tensors)
+        others = [holds for about, holds in terms if about]
 
         def still() -> bool:
             try:
-                return (
-                    dictionaries.hold()
-                    and tensors.hold()
-                    and list(map(len, sized)) == sizes
-                    and all(map(is_, chain.from_iterable(lists), elements))
-                    and all(map(is_, map(_contents, cells), contents))
-                    and all(map(is_, map(item_of, holders, keys), values))
-                    and all(present <= holder for holder, present in sets)
-                    and (not wholes or all(_is_whole(holder, entries) for holder, entries in wholes))
-                    and all(question() == answer for question, answer in questions)
-                )
+                if not in_memory.hold():
+                    return False
+                for holds in others:
+                    if not holds():
+                        return False
             except (LookupError, AttributeError, ReferenceError, RuntimeError, ValueError):
                 return False
+            return True
 
         return still
 
@@ -146,46 +165,57 @@ class _Dictionary:
         )
 
 
-class _Dictionaries:
-    """Many of them, and objects that are to keep their class."""
+class _InMemory:
+    """Dictionaries, objects that are to keep their class, and tensors: what words of memory tell of."""
 
-    def __init__(self, dictionaries: list[_Dictionary], objects: list[Any]) -> None:
-        self._dictionaries, self._objects = dictionaries, objects
+    def __init__(
+        self, dictionaries: list[_Dictionary], objects: list[Any], tensors: list[torch.Tensor]
+    ) -> None:
+        self._dictionaries, self._objects, self._tensors = dictionaries, objects, tensors
         self._types = list(map(type, objects))
-        self._words = Words([each.holder for each in dictionaries], objects)
+        self._geometry = _Geometry(tensors)
+        self._num_equal_changes = 0
+        self._look()
+
+    def _look(self) -> None:
+        """Take what is there now for right."""
+        self._words = Words([each.holder for each in self._dictionaries], self._objects, self._tensors)
+        self._unread = _Geometry(self._words.unread) if self._words.unread else None
 
     def hold(self) -> bool:
-        """Returns whether all places stand."""
-        if self._words.are_same():
-            return True
+        """Returns whether all places stand and all tensors are as they were."""
+        words = self._words
+        if not words.are_same() and not self._hold_one_by_one(words):
+            return False
+        return self._unread is None or self._unread.holds()
+
+    def _hold_one_by_one(self, words: Words) -> bool:
         if list(map(type, self._objects)) != self._types:
             return False
-        changed, known = self._words.changed(), len(self._dictionaries)
-        if not all(self._dictionaries[number].holds() for number in changed if number < known):
+        known = len(self._dictionaries)
+        if not all(self._dictionaries[number].holds() for number in words.changed() if number < known):
             return False
-        self._words.accept()
+        if words.have_tensors_changed():
+            if not self._geometry.holds():
+                return False
+            if self._num_equal_changes < _MOST_EQUAL_CHANGES:  # an equal tensor of C++ has taken one's place
+                self._num_equal_changes += 1
+                self._look()
+                return True
+        words.accept()
         return True
 
 
-class _Tensors:
-    """Addresses, sizes, strides and types of tensors."""
+class _Geometry:
+    """Addresses, sizes, strides and types of tensors, as these tell them."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors, self._addresses = tensors, list(map(_address, tensors))
         self._shapes = _Shapes(tensors)
-        self._words = TensorWords(tensors)
-        self._num_equal_changes = 0
 
-    def hold(self) -> bool:
-        """Returns whether all are as they were: their words are, or else their answers."""
-        if self._words.are_same():
-            return True
-        if list(map(_address, self._tensors)) != self._addresses or not self._shapes.hold():
-            return False
-        if self._num_equal_changes < _MOST_EQUAL_CHANGES:  # an equal tensor of C++ has taken one's place
-            self._num_equal_changes += 1
-            self._words = TensorWords(self._tensors)
-        return True
+    def holds(self) -> bool:
+        """Returns whether all are as they were."""
+        return list(map(_address, self._tensors)) == self._addresses and self._shapes.hold()
 
 
 class _Shapes:
@@ -197,7 +227,7 @@ class _Shapes:
 
     def hold(self) -> bool:
         """Returns whether all are as they were, see Note [Shapes under another mode]."""
-        if any(guards.check(*self._tensors) for guards in self._guards) or not self._tensors:
+        if not self._tensors or any(guards.check(*self._tensors) for guards in self._guards):
             return True
         if _shapes_of(self._tensors) != self._then:
             return False

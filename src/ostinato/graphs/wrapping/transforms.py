@@ -12,19 +12,21 @@ def inside_transform() -> bool:
     function mode is active: a graph would be a constant to it. `with torch.device(...)` and
     `torch.set_default_device` are function modes, too, but do nothing to tensors that are there."""
     return (
-        _has_function_mode()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
+        _num_dispatch_modes() > 0
+        or _transform() is not None
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        or _tracer() is not None
+        or ((depth := _num_function_modes()) > 0 and _is_function_mode(depth))
     )
 
 
-def _has_function_mode() -> bool:
-    depth = torch._C._len_torch_function_stack()
-    return depth > 0 and any(
-        type(torch._C._get_function_stack_at(at)) is not DeviceContext for at in range(depth)
-    )
+def _is_function_mode(depth: int) -> bool:
+    modes = map(torch._C._get_function_stack_at, range(depth))
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
+_num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
 def has_replaced_parameters() -> bool:

@@ -40,7 +40,7 @@ class _GraphControls:
     graph_call: GraphedCall
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.graph_call(*args, **kwargs)
+        return self.graph_call.serve(args, kwargs)
 
     def unwrap(self) -> Any:
         """The wrapped function or module."""
