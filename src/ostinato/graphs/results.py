@@ -64,7 +64,7 @@ class HandingOut:
         """Leaves in memory of their own, but for those that are the caller's or outlive replays. `history`:
         gives the leaf at a place one for autograd, or returns it as it is. What is copied gets it once, for
         all calls; the copies inherit it."""
-        given = batch is not None and self._of_inputs.are_in(batch)
+        given = self._of_inputs.any and batch is not None and self._of_inputs.are_in(batch)
         copies = self._copies.get((given, history))
         if copies is None:
             leaves = self._of_inputs.others if given else self._leaves
@@ -126,6 +126,8 @@ class _OfInputs:
             for name in names
         ]
         own = {position for position, *_ in (*self._whole, *self._views)}
+        self.any = bool(own)
+        """Whether there are such results."""
         self.others = [None if position in own else leaf for position, leaf in enumerate(leaves)]
         """The other leaves in their places."""
 

@@ -260,7 +260,7 @@ class CudaGraphRunner(GraphSet):
         with turn:
             if self.debug:
                 self.check_addresses()
-            self.backend.order_replays()
+            self.pool.backend.order_replays()
             if batch is not None:
                 if is_plain and not self.poison:
                     self.buffers.fill_with(ready.plan, list(batch.values()))

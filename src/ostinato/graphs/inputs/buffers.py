@@ -333,10 +333,7 @@ class InputBuffers:
             with torch.inference_mode(False), torch.no_grad():
                 copies = plan.of_all = self._copies(plan, self._every, False)
         for positions, targets, padding in copies:
-            if len(targets) == 1:
-                targets[0].copy_(values[positions[0]])
-            else:
-                torch._foreach_copy_(targets, [values[i] for i in positions] + padding)
+            torch._foreach_copy_(targets, [values[i] for i in positions] + padding)
 
     def _copy_device(self, plan: FillPlan, values: Sequence[Any], host: Sequence[int], poison: bool) -> None:
         """One grouped copy for each type: real rows from the batch, padded rows from a template."""

@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     shape: BatchShape
     device: torch.device | None
-    """Where all of them are; None if they are not in one place, or not all plain tensors without gradients."""
+    """Where all are; None if they are not in one place, or not all plain tensors without gradients."""
 
 
 @dataclass(frozen=True)

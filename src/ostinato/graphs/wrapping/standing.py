@@ -12,7 +12,7 @@ import gc
 import types
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, le
 from typing import Any
 
 import torch
@@ -115,16 +115,18 @@ class Comparison:
         cells, contents = [list(column) for column in zip(*self._cells, strict=True)] or ([], [])
         holders, keys, values = [list(column) for column in zip(*self._others, strict=True)] or ([], [], [])
         whose, attributes = [list(column) for column in zip(*self._attributes, strict=True)] or ([], [])
-        wholes, sets, questions = self._wholes, list(self._sets.values()), self._questions
+        sets, present = [list(column) for column in zip(*self._sets.values(), strict=True)] or ([], [])
+        questions, answers = [list(column) for column in zip(*self._questions, strict=True)] or ([], [])
+        wholes = self._wholes
         terms: list[tuple[Any, Callable[[], bool]]] = [
             (sized, lambda: list(map(len, sized)) == sizes),
             (lists, lambda: all(map(is_, chain.from_iterable(lists), elements))),
             (cells, lambda: all(map(is_, map(_contents, cells), contents))),
             (holders, lambda: all(map(is_, map(item_of, holders, keys), values))),
-            (sets, lambda: all([present <= holder for holder, present in sets])),
+            (sets, lambda: all(map(le, present, sets))),
             (wholes, lambda: all(_is_whole(holder, entries) for holder, entries in wholes)),
             (whose, lambda: all(map(is_, map(_attributes_of, whose, repeat("__dict__")), attributes))),
-            (questions, lambda: all([question() == answer for question, answer in questions])),
+            (questions, lambda: [question() for question in questions] == answers),
         ]
         in_memory = _InMemory(list(self._dicts.values()), self._objects, self._tensors)
         others = [holds for about, holds in terms if about]

@@ -25,7 +25,8 @@ def _is_function_mode(depth: int) -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
-_num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_num_function_modes = torch._C._len_torch_function_stack
 _transform, _tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 

@@ -27,7 +27,7 @@ import ctypes
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,9 +67,8 @@ class _Memory:
         self._places = (np.array(places, np.uint64) - np.uint64(first)).astype(np.intp) // 8
         self._now = np.empty(len(places), np.uint64)
 
-    def read(self) -> np.ndarray[Any, Any]:
-        """What is there now, in an array that the next call overwrites."""
-        return self._whole.take(self._places, out=self._now, mode="clip")
+        self.read: Any = partial(self._whole.take, self._places, out=self._now, mode="clip")
+        """Returns what is there now, in an array that the next call overwrites."""
 
 
 _NOTHING = np.empty(0, np.uint64)
