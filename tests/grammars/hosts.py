@@ -25,9 +25,9 @@ def make_host(**limits: float) -> GrammarHost:
 class Writer:
     """Writes a text under a grammar, drawing from what may come next."""
 
-    def __init__(self, host: GrammarHost, wanted: StructuredOutputs, seed: int = 0) -> None:
+    def __init__(self, host: GrammarHost, wanted: StructuredOutputs, seed: int = 0, tenant: str = "") -> None:
         self.host = host
-        self.text: FollowedText = host.text(wanted)
+        self.text: FollowedText = host.text(wanted, tenant)
         self.text.begin()
         self.tokens: list[int] = []
         self._chance = np.random.default_rng(seed)

@@ -133,6 +133,23 @@ def test_what_does_not_compile_in_time_is_refused_and_remembered(host: GrammarHo
     wait_for(lambda: not any(map(is_busy, grammar_processes())))
 
 
+def test_a_tenant_with_many_slow_grammars_delays_no_other() -> None:
+    host = make_host(compile_seconds=6, compiling=2)
+    slow = [Writer(host, StructuredOutputs(json=never_compiles(at)), tenant="bad") for at in range(8)]
+    wait_for(lambda: host.attend(0.01) or len(list(filter(is_busy, grammar_processes()))) >= 2)
+    began = time.monotonic()
+    shared = Writer(host, NEVER_COMPILES, tenant="good")
+    shared.text.close()
+    for at in range(3):
+        other = Writer(host, StructuredOutputs(regex=f"[0-9]{{{at + 3}}}"), tenant="good")
+        other.write(3)
+        other.text.close()
+    assert time.monotonic() - began < 3, "as if there were free places"
+    for each in slow:
+        each.text.close()
+    host.close()
+
+
 def test_a_text_whose_masks_never_come_fails_and_the_others_go_on(host: GrammarHost) -> None:
     bad, good = Writer(host, StructuredOutputs(grammar=NEVER_MASKS)), Writer(host, DIGITS)
     good.settle()

@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from grammars.hostile import never_compiles
+
 from .server_process import ServerProcess
 
 GOOD, BAD = {"Authorization": "Bearer good-key"}, {"Authorization": "Bearer bad-key"}
@@ -92,3 +94,24 @@ def test_a_tenant_with_40_connections_of_128_completions(shared: ServerProcess) 
     assert beside <= 2 * alone + step, (alone, step, beside)
     assert 'tenant_requests_waiting{model_name="scripted",tenant="bad"}' in metrics
     shared.wait_until_idle()
+
+
+def test_a_tenant_with_32_slow_grammars(shared: ServerProcess) -> None:
+    def small(number: int) -> dict[str, object]:
+        return {"response_format": {"type": "regex", "regex": f"[b-z]{{{number + 3}}}"}}
+
+    def median(first: int) -> float:
+        numbers = range(first, first + ROUNDS)
+        return statistics.median(seconds_to_first_token(shared, **small(number)) for number in numbers)
+
+    alone = median(0)
+    slow: list[dict[str, object]] = [
+        {"prompt": "b", "max_tokens": 5, "guided_json": never_compiles(number)} for number in range(32)
+    ]
+    with attacked(shared, 32, *slow):
+        while shared.engine_statistics()["waiting"] < 30:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        beside = median(ROUNDS)
+    # Compiling takes all cores of the machine, on which this process runs, too.
+    assert beside <= 2 * alone + 0.25, (alone, beside)

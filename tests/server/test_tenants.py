@@ -4,10 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from ostinato.server.tenant import salted
 
 from ostinato.server.config import ServerConfig
 from ostinato.server.http.keys import KeyCheck
-from ostinato.server.tenant import salted
 
 from .server_process import ServerProcess
 

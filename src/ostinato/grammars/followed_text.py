@@ -53,8 +53,10 @@ class Entries(Protocol):
 class FollowedText:
     """Created by `GrammarHost.text`; call `begin` when it is needed, and `close` when it no longer is."""
 
-    def __init__(self, host: Entries, entry: GrammarEntry) -> None:
+    def __init__(self, host: Entries, entry: GrammarEntry, tenant: str = "") -> None:
         self._host = host
+        self.tenant = tenant
+        """Whose text it is; grammars are compiled by turns of tenants."""
         self.entry = entry
         self._slot: int | None = None
         self._asked = self._answered = 0
@@ -150,6 +152,11 @@ class GrammarEntry:
         """How often in a row its process ended without an answer in between."""
         self.num_culprits = 0
         """Number of texts that its process died of."""
+
+    @property
+    def tenants(self) -> set[str]:
+        """Those who need it."""
+        return {text.tenant for text in self.texts}
 
     @property
     def is_ready(self) -> bool:

@@ -15,13 +15,14 @@ import json
 import logging
 import select
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from ostinato.text.errors import GrammarError
 from ostinato.text.grammar import mask_words
 from ostinato.text.structured import StructuredOutputs
 
+from .compile_queue import CompileQueue
 from .followed_text import FollowedText, GrammarEntry, Standing
 from .limits import MAX_SPECIFICATION_BYTES, GrammarLimits
 from .nursery_link import NurseryLink
@@ -50,8 +51,7 @@ class GrammarHost:
         self.limits = limits
         self._entries: OrderedDict[bytes, GrammarEntry] = OrderedDict()
         """The least recently used first."""
-        self._queue: deque[GrammarEntry] = deque()
-        self._queued: set[GrammarEntry] = set()
+        self._queue = CompileQueue()
         self._live: set[GrammarEntry] = set()
         """Entries with a process."""
         self._compiling: set[GrammarEntry] = set()
@@ -63,14 +63,14 @@ class GrammarHost:
 
     # -- texts -------------------------------------------------------------------------------------
 
-    def text(self, wanted: StructuredOutputs) -> FollowedText:
-        """A text under a grammar. Raises GrammarError if the grammar is known to be unusable."""
+    def text(self, wanted: StructuredOutputs, tenant: str = "") -> FollowedText:
+        """A text of a tenant under a grammar. Raises GrammarError if the grammar is known to be unusable."""
         specification = _specification(wanted)
         since, reason = self._condemned.get(specification, (0.0, ""))
         if reason and time.monotonic() - since < _FORGET_SECONDS:
             raise GrammarError(reason)
         entry = self._entries.get(specification) or GrammarEntry(specification)
-        return FollowedText(self, entry)
+        return FollowedText(self, entry, tenant)
 
     def warm_up(self) -> None:
         """Get ready before the first grammar arrives."""
@@ -83,9 +83,8 @@ class GrammarHost:
         self._entries.move_to_end(entry.specification)
         text.entry = entry
         entry.texts.add(text)
-        if entry.process is None and entry not in self._queued:
-            self._queued.add(entry)
-            self._queue.append(entry)
+        if entry.process is None:
+            self._queue.add(entry, [text.tenant])
         self._begin_compiling()
 
     def leave(self, text: FollowedText) -> None:
@@ -196,14 +195,13 @@ class GrammarHost:
     # -- the queue ---------------------------------------------------------------------------------
 
     def _begin_compiling(self) -> None:
-        while self._queue and self._has_room():
+        while len(self._queue) and (entry := self._next()) is not None:
             self.warm_up()
             nursery = self._nursery
             assert nursery is not None
             self._attend_nursery(nursery)
             if self._nursery is not nursery or not nursery.is_ready:
                 return
-            entry = self._queue[0]
             try:
                 entry.process = GrammarProcess(entry.specification, self._words)
             except OSError as error:  # out of descriptors or memory
@@ -211,16 +209,27 @@ class GrammarHost:
                 if not self._live:
                     self._fail(entry, f"cannot start a process for a grammar: {error}", is_at_fault=False)
                 return
-            self._queue.popleft()
-            self._queued.remove(entry)
+            self._queue.remove(entry)
             self._live.add(entry)
             self._compiling.add(entry)
             nursery.spawn(entry.process, self.limits)
 
-    def _has_room(self) -> bool:
-        if len(self._compiling) >= self.limits.compiling:
-            return False
-        return sum(1 for entry in self._live if entry.texts) < self.limits.processes
+    def _next(self) -> GrammarEntry | None:
+        """Returns the grammar to be compiled next; None: there is no room.
+
+        A tenant may take all room while nobody else waits. Beyond the limits, up to twice as many, there is
+        room for one grammar at a time of a tenant that has none being compiled and few in use.
+        """
+        compiling = Counter(tenant for entry in self._compiling for tenant in entry.tenants)
+        tenant, entry = self._queue.next(compiling)
+        most_compiling, most_live = self.limits.compiling, self.limits.processes
+        used = [each for each in self._live if each.texts]
+        if len(self._compiling) < most_compiling and len(used) < most_live:
+            return entry
+        own = sum(1 for each in used if tenant in each.tenants)
+        is_late_guest = not compiling[tenant] and 2 * own < most_live
+        has_place = len(self._compiling) < 2 * most_compiling and len(used) < 2 * most_live
+        return entry if is_late_guest and has_place else None
 
     def _attend_nursery(self, nursery: NurseryLink) -> None:
         nursery.attend()
@@ -242,9 +251,8 @@ class GrammarHost:
     def _queue_again(self, entry: GrammarEntry) -> None:
         if not entry.texts:
             self._drop(entry)
-        elif entry not in self._queued:
-            self._queued.add(entry)
-            self._queue.appendleft(entry)
+        else:
+            self._queue.add(entry, entry.tenants, first=True)
 
     # -- blame -------------------------------------------------------------------------------------
 
@@ -297,8 +305,7 @@ class GrammarHost:
     def _drop(self, entry: GrammarEntry) -> None:
         self._drop_process(entry)
         self._entries.pop(entry.specification, None)
-        if entry in self._queued:
-            self._queued.remove(entry)
+        if entry in self._queue:
             self._queue.remove(entry)
 
     def _drop_process(self, entry: GrammarEntry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,10 @@ from .layout import CURRENT, PACKET_BYTES, Command, SharedMemory, Verdict
 from .library import Library
 from .specification import checked
 
-_COMPILING_NICENESS = 10
+_COMPILING_NICENESS = 5
+_LONG_NICENESS = 19
+_SHORT_SECONDS = 0.1
+"""A grammar that takes longer to compile gives way to others."""
 _LOOK_SECONDS = 0.05
 _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -96,8 +101,12 @@ def _compiled_aside(
     poller.register(channel, select.POLLHUP)
     thread = threading.Thread(target=compile_it)
     thread.start()
+    long_at = time.monotonic() + _SHORT_SECONDS
     while thread.is_alive():
         thread.join(_LOOK_SECONDS)
+        if time.monotonic() >= long_at and thread.native_id is not None:
+            with contextlib.suppress(OSError):  # it has just ended
+                os.setpriority(os.PRIO_PROCESS, thread.native_id, _LONG_NICENESS)
         if poller.poll(0):
             os._exit(0)
     return outcome, compiled

@@ -62,14 +62,14 @@ class Following:
 
     # -- requests in and out -----------------------------------------------------------------------
 
-    def text(self, params: SamplingParams) -> FollowedText | None:
+    def text(self, params: SamplingParams, tenant: str = "") -> FollowedText | None:
         """The text that such a request must follow. Raises RequestError if that is not possible."""
         if params.structured_outputs is None:
             return None
         if self._tokenizer is None:
             raise RequestError("structured outputs need text, and this model has no tokenizer")
         try:
-            return self._host.text(params.structured_outputs)
+            return self._host.text(params.structured_outputs, tenant)
         except GrammarError as error:
             raise RequestError(str(error)) from error
 

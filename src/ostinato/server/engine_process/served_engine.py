@@ -266,7 +266,7 @@ class ServedEngine:
             return News(id, finish_reason="error", error=why)
         try:
             eos = self.core.loaded.eos_token_ids
-            grammar = None if params is None else self.core.following.text(params)
+            grammar = None if params is None else self.core.following.text(params, command.tenant)
             request = Request(
                 str(id),
                 token_array(prompt),
