@@ -4,10 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from ostinato.server.tenant import salted
 
 from ostinato.server.config import ServerConfig
 from ostinato.server.http.keys import KeyCheck
+from ostinato.server.tenants.key_table import KeyTable
+from ostinato.server.tenants.tenant import salted
 
 from .server_process import ServerProcess
 
@@ -58,7 +59,8 @@ def test_prefixes_are_shared_by_one_key_or_by_option(options: dict[str, Any], is
     async def ask(key: str) -> None:
         headers = [(b"authorization", f"Bearer {key}".encode())]
         scope = {"type": "http", "path": "/v1/completions", "headers": headers}
-        await KeyCheck(app, ServerConfig(**options))(scope, None, None)  # type: ignore[arg-type]
+        check = KeyCheck(app, KeyTable(ServerConfig(**options)), open_admin=False)
+        await check(scope, None, None)  # type: ignore[arg-type]
 
     keys = [*options["api_key"], *([options["admin_key"]] if "admin_key" in options else [])]
     for key in (*keys, *keys):
