@@ -9,12 +9,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ostinato.bench.decode import decode_tables
+from ostinato.bench.graphs import as_tables as graphs_tables
+from ostinato.bench.host import host_tables
 from ostinato.cli.narrow_tables import fitting
 from ostinato.graphs.report import GraphRow, Report
-from ostinato.tools.bench.decode import decode_tables
-from ostinato.tools.bench.graphs import as_tables as graphs_tables
-from ostinato.tools.bench.host import host_tables
-from ostinato.tools.bench.results import make_table, read_json
+from ostinato.tools.results import make_table, read_json
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -41,7 +41,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True, scope="session")
 def share_of_the_memory() -> Iterator[None]:
-    """Where files run side by side (`benchmarks/gpu_suite.py --jobs`), engines see their share of the memory:
+    """Where files run side by side (`bench/gpu_suite.py --jobs`), engines see their share of the memory:
     each takes nearly all that it sees."""
     share = share_of_the_gpu()
     if share == 1 or not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Imports point right or down: cli -> tools, server -> engine -> models, cache -> kernels; memory ->
+"""Imports point right or down: cli -> bench -> tools, server -> engine -> models, cache -> kernels; memory ->
 graphs; grammars -> text."""
 
 import ast
@@ -16,8 +16,12 @@ PACKAGE = Path(__file__).parents[2] / "src" / "ostinato"
 MAY_IMPORT = {
     "compat": {"compat", "engine"},
     "cli": {
-        *("cli", "tools", "server", "engine", "models", "cache", "kernels"),
+        *("cli", "bench", "tools", "server", "engine", "models", "cache", "kernels"),
         *("graphs", "memory", "grammars", "text"),
+    },
+    "bench": {
+        *("bench", "tools", "engine", "models", "cache", "kernels", "graphs", "memory", "grammars", "text"),
+        *("LLM", "LoRARequest", "SamplingParams"),  # what users import
     },
     "tools": {"tools", "engine", "models", "cache", "kernels", "graphs", "memory", "grammars", "text"},
     "server": {"server", "engine", "models", "cache", "kernels", "graphs", "memory", "grammars", "text"},

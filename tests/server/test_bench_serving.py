@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ostinato.bench.serving import ServingLoad, percentiles, plan, summary
 from ostinato.cli.main import app
 from ostinato.graphs.errors import ConfigError
-from ostinato.tools.bench_serving import ServingLoad, percentiles, plan, summary
 from ostinato.tools.openai_stream import StreamedRequest
 
 from .server_process import ServerProcess

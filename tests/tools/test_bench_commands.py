@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ostinato.bench import check, contest, startup
+from ostinato.bench import http_load as bench_http
+from ostinato.bench.contest import Run
+from ostinato.bench.subject import Subject
+from ostinato.bench.workload import Workload
 from ostinato.cli.main import app
-from ostinato.tools import bench_http
-from ostinato.tools.bench import check, contest, startup
-from ostinato.tools.bench.contest import Run
-from ostinato.tools.bench.errors import BenchError
-from ostinato.tools.bench.subject import Subject
-from ostinato.tools.bench.workload import Workload
+from ostinato.tools.results import BenchError
 
 SMALL = ("--chunked-prefill-size", "64", "--cuda-graph-prefill-tokens", "64", "--enable-cudagraph-gc")
 

@@ -1,23 +1,53 @@
 """The commands behind the committed results exist, with the options and models that they name."""
 
+import importlib
 import json
-import runpy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+from ostinato.bench import SCRIPTS, run_h200
 from ostinato.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-RUN = runpy.run_path(str(ROOT / "benchmarks" / "run_h200.py"))
+RUN = vars(run_h200)
 
 
 def script(file: str) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(ROOT / "benchmarks"))
-        return runpy.run_path(str(ROOT / "benchmarks" / file))
+    return vars(importlib.import_module(f"ostinato.bench.{file.removesuffix('.py')}"))
+
+
+def test_every_benchmark_with_a_command_line_is_a_command() -> None:
+    """Of `ostinato bench`, by its own name."""
+    with_command_line = {
+        file.stem.replace("_", "-")
+        for file in Path(run_h200.__file__).parent.glob("*.py")
+        if '__name__ == "__main__"' in file.read_text() and file.stem != "startup_process"
+    }
+    commands = typer.main.get_command(app).commands["bench"].commands  # type: ignore[attr-defined]
+    assert with_command_line == set(SCRIPTS) <= set(commands)
+
+
+def test_a_benchmark_reads_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        typer.main.get_command(app).main(["bench", "run-h200", "--list"])
+    assert not ended.value.code
+    assert "ostinato bench decode --model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_the_pages_name_benchmarks_that_there_are(page: Path) -> None:
+    named = re.findall(r"ostinato\.bench\.([a-z]\w*)|(?<!/)\bbench/(\w+)\.py", page.read_text())
+    missing = [
+        name
+        for pair in named
+        for name in pair
+        if name and not Path(run_h200.__file__).with_name(f"{name}.py").is_file()
+    ]
+    assert not missing
 
 
 def commands_of(file: str) -> dict[str, str]:

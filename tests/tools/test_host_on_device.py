@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ostinato.tools.bench import host
-from ostinato.tools.bench.kernel_timeline import DeviceEvent, Timeline
-from ostinato.tools.bench.workload import Workload
+from ostinato.bench import host
+from ostinato.bench.kernel_timeline import DeviceEvent, Timeline
+from ostinato.bench.workload import Workload
 
 STEP_US = 10.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ostinato.tools.bench.kernel_timeline import DeviceEvent, Timeline, idle_time
+from ostinato.bench.kernel_timeline import DeviceEvent, Timeline, idle_time
 
 
 def kernel(start: float, duration: float, launch: int, category: str = "kernel") -> dict[str, object]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ostinato.bench.limits import copy_rate, step_bytes, weight_bytes_per_step
 from ostinato.models.config import ModelConfig
-from ostinato.tools.bench.limits import copy_rate, step_bytes, weight_bytes_per_step
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.tools.bench.peer_figures import (
+from ostinato.bench.peer_figures import (
     decode_figures,
     on_off_figures,
     peer_figures,

@@ -1,6 +1,6 @@
 """The workloads are those that the committed figures were measured with."""
 
-from ostinato.tools.bench.workload import Workload
+from ostinato.bench.workload import Workload
 
 
 def test_mixed_is_the_workload_of_the_committed_throughput_figures() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from ostinato.bench import SCRIPTS
 
 from .dataclass_flags import NUMBERS, flags_of, with_flags
 from .engine_command import EngineCommand
@@ -14,7 +18,7 @@ from .interrupting import import_engine
 from .output_file import writable
 
 if TYPE_CHECKING:
-    from ostinato.tools.bench.subject import Subject
+    from ostinato.bench.subject import Subject
 
 app = typer.Typer(
     help="Run benchmarks, check their output, and write results with a description of the machine.",
@@ -50,8 +54,8 @@ def graphs(
     json_file: JsonFile = None,
 ) -> None:
     """Cost of a replay: chains of small ops, CPU time of run(), capture time and memory."""
+    from ostinato.bench.graphs import as_tables, bench_graphs
     from ostinato.engine.resolved_config import device_of
-    from ostinato.tools.bench.graphs import as_tables, bench_graphs
 
     result = bench_graphs(device_of(device or "auto"))
     _deliver(result, as_tables, json_file, None)
@@ -78,8 +82,8 @@ def decode(
     Defaults: batch 1,8,32,128,256 with 128 tokens in and out on a GPU; batch 1,16 with 32 in and out on a
     CPU.
     """
-    from ostinato.tools.bench.decode import bench_decode, decode_tables
-    from ostinato.tools.bench.peer_figures import peer_figures
+    from ostinato.bench.decode import bench_decode, decode_tables
+    from ostinato.bench.peer_figures import peer_figures
 
     subject = _subject(engine, png_file)
     gpu = subject.on_gpu
@@ -116,7 +120,7 @@ def prefill(
 
     Defaults: 512, 4096 and 16384 tokens on a GPU, 64 and 256 on a CPU.
     """
-    from ostinato.tools.bench.prefill import bench_prefill, prefill_tables
+    from ostinato.bench.prefill import bench_prefill, prefill_tables
 
     subject = _subject(engine, png_file)
     gpu = subject.on_gpu
@@ -149,8 +153,8 @@ def throughput(
     engine: Mapping[str, Any],
 ) -> None:
     """Output tokens per second for requests with 100 to 1024 tokens in and out, submitted all at once."""
-    from ostinato.tools.bench.peer_figures import peer_figures
-    from ostinato.tools.bench.throughput import bench_throughput, throughput_tables
+    from ostinato.bench.peer_figures import peer_figures
+    from ostinato.bench.throughput import bench_throughput, throughput_tables
 
     subject = _subject(engine, png_file)
     result = bench_throughput(
@@ -180,8 +184,8 @@ def startup(
     engine: Mapping[str, Any],
 ) -> None:
     """Time from process start to the first token, with an empty and with a filled kernel cache."""
-    from ostinato.tools.bench.peer_figures import peer_figures
-    from ostinato.tools.bench.startup import bench_startup, startup_tables
+    from ostinato.bench.peer_figures import peer_figures
+    from ostinato.bench.startup import bench_startup, startup_tables
 
     subject = _subject(engine, png_file)
     counts = numbers("--rungs", rungs) if rungs else []
@@ -204,7 +208,7 @@ def host(
 
     Defaults: batch 1 to 512 and 128 tokens on a GPU, batch 1,4,16 and 32 tokens on a CPU.
     """
-    from ostinato.tools.bench.host import bench_host, host_tables
+    from ostinato.bench.host import bench_host, host_tables
 
     subject = _subject(engine, png_file)
     sizes = batch_sizes or ("1,2,4,8,16,32,64,128,256,512" if subject.on_gpu else "1,4,16")
@@ -235,8 +239,8 @@ def graphs_on_off(
     Defaults: batch 1,8,32,128 with 128 tokens in and out on a GPU; batch 1,4,16 with 32 in and 16 out on a
     CPU.
     """
-    from ostinato.tools.bench.graphs_on_off import bench_graphs_on_off, graphs_on_off_tables
-    from ostinato.tools.bench.peer_figures import peer_figures
+    from ostinato.bench.graphs_on_off import bench_graphs_on_off, graphs_on_off_tables
+    from ostinato.bench.peer_figures import peer_figures
 
     subject = _subject(engine, png_file)
     gpu = subject.on_gpu
@@ -257,18 +261,35 @@ def plot(
     out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("docs/plots"),
 ) -> None:
     """Plot result files, each to a PNG of the same name."""
-    from ostinato.tools.bench.plots import write_plots
+    from ostinato.bench.plots import write_plots
 
     for picture in write_plots(results, out):
         typer.echo(picture)
 
 
+def _add_script(name: str, measures: str) -> None:
+    """Adds a benchmark that reads its own arguments: `python -m ostinato.bench.NAME`."""
+    takes_all = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @app.command(name, context_settings=takes_all, short_help=measures)
+    def run(context: typer.Context) -> None:
+        from ostinato.bench.repository import needs_repository
+
+        needs_repository()
+        sys.argv = [f"ostinato bench {name}", *context.args]
+        runpy.run_module(f"ostinato.bench.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
+
+
+for _name, _measures in SCRIPTS.items():
+    _add_script(_name, _measures)
+
+
 def _subject(engine: Mapping[str, Any], png_file: Path | None) -> Subject:
     import_engine()
-    from ostinato.tools.bench.subject import Subject
+    from ostinato.bench.subject import Subject
 
     if png_file is not None:
-        from ostinato.tools.bench.plots import check_picture
+        from ostinato.bench.plots import check_picture
 
         check_picture(png_file)
     return Subject.of(engine)
@@ -296,7 +317,7 @@ def _deliver(
     json_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    from ostinato.tools.bench.results import write_json
+    from ostinato.tools.results import write_json
 
     from .narrow_tables import show
 
@@ -304,6 +325,6 @@ def _deliver(
         write_json(result, json_file)
     show(tables(result))
     if png_file is not None:
-        from ostinato.tools.bench.plots import write_plot
+        from ostinato.bench.plots import write_plot
 
         write_plot(result, png_file)

@@ -11,8 +11,8 @@ from .bench import JsonFile, PngFile
 from .dataclass_flags import flags_of, with_flags
 
 ENGINE = flags_of("engine/config.py", "EngineConfig")
-LOAD = flags_of("tools/bench_serving.py", "ServingLoad")
-HTTP_LOAD = flags_of("tools/bench_http.py", "HttpLoad")
+LOAD = flags_of("bench/serving.py", "ServingLoad")
+HTTP_LOAD = flags_of("bench/http_load.py", "HttpLoad")
 
 
 @with_flags(load=LOAD)
@@ -23,9 +23,9 @@ def bench_serving(
     load: Mapping[str, Any],
 ) -> None:
     """Send open-loop load to any OpenAI-compatible server: latencies, throughput, goodput."""
+    from ostinato.bench.serving import ServingLoad, as_table, send_load, write_plot
     from ostinato.graphs.errors import ConfigError
-    from ostinato.tools.bench.results import head, write_json
-    from ostinato.tools.bench_serving import ServingLoad, as_table, send_load, write_plot
+    from ostinato.tools.results import head, write_json
 
     from .narrow_tables import show
 
@@ -47,10 +47,10 @@ def bench_serving(
 @with_flags(engine=ENGINE, load=HTTP_LOAD)
 def bench_http(json_file: JsonFile = None, *, engine: Mapping[str, Any], load: Mapping[str, Any]) -> None:
     """Compare the throughput of a server with that of the engine alone, at a number of streams."""
-    from ostinato.tools.bench.results import write_json
-    from ostinato.tools.bench.subject import Subject
-    from ostinato.tools.bench_http import HttpLoad, as_tables
-    from ostinato.tools.bench_http import bench_http as measure
+    from ostinato.bench.http_load import HttpLoad, as_tables
+    from ostinato.bench.http_load import bench_http as measure
+    from ostinato.bench.subject import Subject
+    from ostinato.tools.results import write_json
 
     from .narrow_tables import show
 

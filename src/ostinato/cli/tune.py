@@ -37,7 +37,7 @@ def tune(
     The kernels found for a number of tokens are used for steps of up to that many tokens and of more than
     the previous number in the list. Engines use the table from their next start on.
     """
-    from ostinato.tools.bench.results import write_json
+    from ostinato.tools.results import write_json
     from ostinato.tools.tune.tuning import tables
     from ostinato.tools.tune.tuning import tune as run_tune
 

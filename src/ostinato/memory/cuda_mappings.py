@@ -22,7 +22,7 @@ from .pinned import PinnedBuffer, pinned_buffers
 from .virtual_blocks import DRIVER_FUNCTIONS, Driver, VirtualBlocks, virtual_blocks
 
 _STREAMS = 2
-"""Copies from the host run at the same time; `benchmarks/sleep.py` measures the gain."""
+"""Copies from the host run at the same time; `bench/sleep.py` measures the gain."""
 _PIECE = 64 << 20
 """Bytes of one of them."""
 

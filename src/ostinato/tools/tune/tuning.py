@@ -25,8 +25,8 @@ from ostinato.models.errors import DownloadError, ModelError
 from ostinato.models.locate import locate_model
 from ostinato.models.weights import load_model
 
-from ..bench.results import head, make_table
 from ..machine import machine
+from ..results import head, make_table
 from .descent import Found, Tuner
 from .errors import TuneError
 

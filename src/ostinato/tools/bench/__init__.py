@@ -1,1 +1,0 @@
-"""Benchmarks: each measures through the public `LLM`, checks the outputs and returns one plain result."""
