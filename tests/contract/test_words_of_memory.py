@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.graphs.memory import byte_range, storage_address
 from ostinato.graphs.wrapping.words import Words
 
 KEYS = st.integers(0, 3).map(lambda number: f"key{number}")
@@ -48,6 +49,9 @@ CHANGES = {
     "swap": lambda holder, key, value: holder.__dict__.update(dict(reversed(holder.__dict__.items()))),
     "collect": lambda holder, key, value: gc.collect(0),
 }
+
+
+READING = ("values", "cast")
 
 
 class Plain:
@@ -95,6 +99,12 @@ def _geometry(tensor):
     return *shape, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
+def _has_its_bytes(tensor):
+    if tensor.data_ptr() == 0:
+        return tensor.numel() == 0
+    return byte_range(tensor)[1] - storage_address(tensor) <= tensor.untyped_storage().nbytes()
+
+
 def _like(tensor, seed):
     return torch.empty_like(tensor) if seed % 2 else torch.zeros(3 + seed, device=tensor.device)
 
@@ -137,6 +147,8 @@ def test_no_tensor_changes_behind_its_words(device, changes, rank):
     if rank <= 5:
         assert not words.unread  # else nothing is tested here
     for name, seed in changes:
+        if name in READING and not _has_its_bytes(tensor):
+            continue  # what torch would not notice
         with suppress(RuntimeError):  # torch refuses some of these on some tensors
             TENSOR_CHANGES[name](tensor, seed)
         torch.zeros(3)  # something else in the place of what may be gone
