@@ -15,7 +15,7 @@ from server.imported_late import aiohttp
 from server.server_process import ServerProcess
 
 from .answers import essence, is_same, stream_put_together
-from .questions import ADAPTERS, ADMIN_KEY, KEYS, NAME, Question, all_questions
+from .questions import ADAPTERS, ADMIN_KEY, KEYS, NAME, Question, all_questions, as_client
 
 MOST_KEPT = 20
 """Of wrong answers; the others are counted."""
@@ -91,7 +91,7 @@ class Clients:
         body |= {"stream": self._chance.random() < 0.5, "n": self._chance.choice([1, 1, 2])}
         body["model"] = self._chance.choice([NAME, *ADAPTERS])
         options = {
-            "headers": _as(KEYS[1]),
+            "headers": as_client(KEYS[1]),
             "timeout": aiohttp.ClientTimeout(self._chance.uniform(0.005, 0.1)),
         }
         with contextlib.suppress(TimeoutError):
@@ -102,7 +102,7 @@ class Clients:
 
     async def _looked(self, http: Any) -> None:
         for path in ("/health", "/metrics", "/stats", "/v1/models", "/"):
-            async with http.get(path, headers=_as(KEYS[0])) as answer:
+            async with http.get(path, headers=as_client(KEYS[0])) as answer:
                 if answer.status != 200:
                     self._note(path, 200, answer.status)
                 await answer.read()
@@ -142,14 +142,14 @@ class Clients:
         await self._called(http, "/reset_prefix_cache")
 
     async def _called(self, http: Any, path: str, body: Any = None) -> None:
-        async with http.post(path, json=body, headers=_as(ADMIN_KEY)) as answer:
+        async with http.post(path, json=body, headers=as_client(ADMIN_KEY)) as answer:
             said = await answer.text()
             self.counts[path.partition("?")[0]] += 1
             if answer.status != 200:
                 self._note(path, 200, {"status": answer.status, "answer": said})
 
     async def _ask(self, http: Any, question: Question) -> tuple[int, Any]:
-        headers = JSON | _as(question.key)
+        headers = JSON | as_client(question.key)
         async with http.post(question.path, data=question.content, headers=headers) as answer:
             if answer.content_type == "text/event-stream":
                 return answer.status, essence(await stream_put_together(answer.content))
@@ -164,7 +164,3 @@ class Clients:
         return aiohttp.ClientSession(
             self._server.url, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(60)
         )
-
-
-def _as(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}

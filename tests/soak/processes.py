@@ -18,6 +18,7 @@ ROLES = {
     "multiprocessing.resource_tracker": "resource tracker",
     "ostinato.grammars": "grammars",
     "text_work": "texts",
+    "ostinato.server.guard": "guard",
 }
 
 
@@ -83,10 +84,10 @@ def _role(process: int, root: int, parent: int) -> str:
     if process == root:
         return "http"
     command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    for mark, role in ROLES.items():
-        if mark in command:
-            return role if parent == root else f"{role}, below another"
-    return "guard" if parent == root else "other"
+    role = next((role for mark, role in ROLES.items() if mark in command), "other")
+    if role == "grammars" and "ostinato.grammars" in Path(f"/proc/{parent}/cmdline").read_text():
+        return "grammar processes"
+    return role
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:

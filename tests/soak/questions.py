@@ -185,3 +185,8 @@ def all_questions() -> list[Question]:
     """Each whole; and as a stream where it can be one."""
     whole = [*_completions(), *_chats(), *_others(), *_mistakes()]
     return [*whole, *(question.streaming() for question in whole if question.can_stream)]
+
+
+def as_client(key: str) -> dict[str, str]:
+    """The header of who has a key."""
+    return {"Authorization": f"Bearer {key}"}

@@ -131,7 +131,12 @@ class _Lane:
         field, what = ("chat_template", "run") if self._is_for_templates else (None, "tokenise")
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._asked(work)
+                try:
+                    answer = await self._asked(work)
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    # The text may be innocent of it: somebody ended the process, or the kernel, for memory.
+                    self.close()
+                    answer = await self._asked(work)
             is_done = True
         except TimeoutError:
             message = f"{field or work.name} takes longer than {seconds:g} s to {what}: it is given up"
