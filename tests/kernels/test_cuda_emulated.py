@@ -21,6 +21,7 @@ from kernels.emulated_checks import (
     emulated_few_tokens,
     random_bf16,
 )
+from kernels.fast_cases import slow_but_for
 from kernels.paged_cases import make_case
 from ostinato.kernels.attention import HeadPreparation, gpu_ops
 from ostinato.kernels.attention.choice import CudaDecodeTile
@@ -68,7 +69,14 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(
+        LAYERS,
+        *("8 tokens", "float32", "four programs share", "eight programs share", "gated, with all else"),
+        *("adapters", "adapters, gated"),
+    ),
+)
 def test_a_linear_layer_is_right(emulator, name):
     matrix, form, tokens = LAYERS[name]
     for num_tokens in tokens:
@@ -94,7 +102,9 @@ SINGLES = {
 }
 
 
-@pytest.mark.parametrize("name", SINGLES)
+@pytest.mark.parametrize(
+    "name", slow_but_for(SINGLES, "four rows", "three columns", "gated, with all else", "adapters, gated")
+)
 def test_a_linear_layer_of_one_token_is_right(emulator, name):
     check_gemv(emulator, *SINGLES[name])
 
@@ -119,7 +129,14 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(
+        STREAMED,
+        *("one warp for a row", "warps share", "as far ahead as there are columns", "short chunks"),
+        *("programs share", "gated, with all else", "adapters", "adapters, gated"),
+    ),
+)
 def test_a_linear_layer_that_streams_is_right(emulator, name):
     shape, tile, form, tokens = STREAMED[name]
     for num_tokens in tokens:
@@ -220,7 +237,14 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(
+        BATCHES,
+        *("float16", "eight chunks", "few programs", "many tokens", "a longer list", "a window"),
+        *("six slots", "four slots", "not in order", "rows in parts", "twelve heads"),
+    ),
+)
 def test_decode_attention_is_right(emulator, name):
     tile, heads, lengths, options = BATCHES[name]
     check_attention(emulator, tile, heads, lengths, **options)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.cuda_emulator.emulated import MAY_SKIP, Emulator
+from kernels.fast_cases import slow_but_for
 from kernels.fused_checks import TOLERANCE
 from kernels.paged_cases import Case, dense_attention, make_case, written_caches
 from ostinato.kernels.attention import cuda_decode, cuda_queries
@@ -67,7 +68,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(
+        CASES,
+        *("one key", "blocks of keys", "heads of 128", "heads of 256", "a group of three", "a mixed batch"),
+        "a window of blocks",
+    ),
+)
 def test_attention_is_right(emulator, name):
     heads, requests, window, multiprocessors = CASES[name]
     case = make_case(

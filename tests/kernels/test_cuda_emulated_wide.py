@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from kernels.cuda_emulator.emulated import MAY_SKIP, MOST_SHARED_BYTES, Emulator
 from kernels.emulated_checks import Form, check_scaled, check_wide, random_bf16
+from kernels.fast_cases import slow_but_for
 from ostinato.kernels.linear import cuda_wide, scaled_rows
 from ostinato.kernels.linear import ops as linear_ops
 from ostinato.kernels.linear.tiles import MatrixShape, WideTile
@@ -38,7 +39,14 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(
+        WIDE,
+        *("tokens in several programs", "two groups of warps", "as many as there can be"),
+        *("48 tokens, gated", "40 tokens, four share", "two share", "gated, with all else", "adapters"),
+    ),
+)
 def test_a_linear_layer_of_many_tokens_is_right(emulator, name):
     shape, tile, form, tokens = WIDE[name]
     for num_tokens in tokens:
@@ -57,14 +65,23 @@ HALF_NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", HALF_NORMS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(
+        HALF_NORMS,
+        *("one program", "four tokens each", "several programs", "48 tokens, shared", "gated, shared"),
+    ),
+)
 def test_a_norm_may_be_left_half_done(emulator, name):
     shape, tile, tokens, bias = HALF_NORMS[name]
     for num_tokens in tokens:
         check_scaled(emulator, MatrixShape(*shape), tile, num_tokens, bias=bias)
 
 
-@pytest.mark.parametrize("name", ["one program", "four tokens each", "gated, shared"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(("one program", "four tokens each", "gated, shared"), "one program", "gated, shared"),
+)
 def test_adapters_around_a_norm_that_is_half_done(emulator, name):
     shape, tile, tokens, bias = HALF_NORMS[name]
     check_scaled(emulator, MatrixShape(*shape), tile, tokens[-1], bias=bias, adapted=True)
