@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import Counter
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.server.tenants.fair_queue import FairQueue
+from ostinato.server.tenants.fair_turns import FairTurns
+from ostinato.server.tenants.tenant import Tenant, current_tenant
 
 
 def served(weights: dict[str, float], slots: int, seed: int, steps: int) -> Counter[str]:
@@ -112,3 +115,29 @@ def test_cost_with_ten_thousand_waiting() -> None:
             queue.charge(f"t{taken % num_tenants}", 100)
         each = (time.perf_counter() - began) / 40_000
         assert each < 1e-4, f"{1e6 * each:.0f} us with {num_tenants} tenants"
+
+
+def test_turns_of_tenants_and_of_those_who_leave() -> None:
+    order: list[str] = []
+
+    async def use(turns: FairTurns, name: str, cost: int) -> None:
+        current_tenant.set(Tenant(name))
+        assert turns.has_room(cost)
+        async with turns.turn(cost):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        turns = FairTurns(1, 100)
+        first = [asyncio.create_task(use(turns, "many", 8)) for _ in range(12)]
+        await asyncio.sleep(0)
+        assert not turns.has_room(100)
+        other = asyncio.create_task(use(turns, "one", 40))
+        first[1].cancel()
+        await asyncio.gather(*first, other, return_exceptions=True)
+        await use(turns, "last", 100)
+
+    asyncio.run(work())
+    assert order.index("one") <= 2, "it does not wait for all that another one has sent"
+    assert order.count("many") == 11
+    assert order[-1] == "last", "whoever left has left no place taken"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -19,7 +21,7 @@ from grammars.hostile import never_compiles
 
 from .server_process import ServerProcess
 
-GOOD, BAD = {"Authorization": "Bearer good-key"}, {"Authorization": "Bearer bad-key"}
+GOOD = {"Authorization": "Bearer good-key"}
 ROUNDS = 7
 
 
@@ -53,13 +55,15 @@ def seconds_per_step(server: ServerProcess) -> float:
 
 
 @contextmanager
-def attacked(server: ServerProcess, connections: int, *bodies: dict[str, object]) -> Iterator[None]:
-    """Connections of the hostile key, each of which asks again when it is answered or refused."""
+def asking(
+    server: ServerProcess, key: str, connections: int, *bodies: dict[str, object], pause: float = 0.2
+) -> Iterator[None]:
+    """Connections of a key, each of which asks again when it is answered or refused."""
     is_over = threading.Event()
 
     def ask(number: int) -> None:
         body = json.dumps(bodies[number % len(bodies)]).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {BAD['Authorization']}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
         head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         while not is_over.is_set():
             with socket.create_connection(("127.0.0.1", server.port)) as client, suppress(OSError):
@@ -69,7 +73,7 @@ def attacked(server: ServerProcess, connections: int, *bodies: dict[str, object]
                 while is_open and not is_over.is_set():
                     with suppress(TimeoutError):
                         is_open = bool(client.recv(65536))
-            is_over.wait(0.2)
+            is_over.wait(pause)
 
     with ThreadPoolExecutor(connections) as pool:
         asking = [pool.submit(ask, number) for number in range(connections)]
@@ -85,7 +89,7 @@ def test_a_tenant_with_40_connections_of_128_completions(shared: ServerProcess) 
     alone = median_of(shared)
     # Its choices are not streamed: their events alone would keep this machine busy, client and server.
     hostile: dict[str, object] = {"prompt": "b", "n": 128, "max_tokens": 200, "ignore_eos": True}
-    with attacked(shared, 40, hostile):
+    with asking(shared, "bad-key", 40, hostile):
         while shared.engine_statistics()["waiting"] < 3000:
             time.sleep(0.1)
         step = seconds_per_step(shared)
@@ -108,10 +112,44 @@ def test_a_tenant_with_32_slow_grammars(shared: ServerProcess) -> None:
     slow: list[dict[str, object]] = [
         {"prompt": "b", "max_tokens": 5, "guided_json": never_compiles(number)} for number in range(32)
     ]
-    with attacked(shared, 32, *slow):
+    with asking(shared, "bad-key", 32, *slow):
         while shared.engine_statistics()["waiting"] < 30:
             time.sleep(0.1)
         time.sleep(0.5)
         beside = median(ROUNDS)
     # Compiling takes all cores of the machine, on which this process runs, too.
     assert beside <= 2 * alone + 0.25, (alone, beside)
+
+
+def tokens_of(server: ServerProcess) -> dict[str, float]:
+    """Tokens by tenant, prompts and answers."""
+    found: dict[str, float] = {}
+    pattern = r'ostinato:tenant_(?:prompt|generation)_tokens_total\{.*tenant="([^"]+)".*\} (\S+)'
+    for name, count in re.findall(pattern, server.get("/metrics").text):
+        found[name] = found.get(name, 0.0) + float(count)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_tenants_have_the_shares_of_their_weights(model: Path, tmp_path: Path) -> None:
+    """For ten minutes, or OSTINATO_SHARES_SECONDS."""
+    weights = {f"t{at}": float(weight) for at, weight in enumerate((1, 1, 1, 1, 1, 2, 2, 2, 3, 3))}
+    file = tmp_path / "keys.json"
+    keys = [{"name": name, "key": f"{name}-key", "weight": weight} for name, weight in weights.items()]
+    file.write_text(json.dumps({"keys": keys}))
+    file.chmod(0o600)
+    with ServerProcess(model, "--api-keys-file", str(file)) as server, ExitStack() as stack:
+        for at, name in enumerate(weights):
+            # Short answers and long ones, long prompts and short ones, always more than the share.
+            body: dict[str, object] = {"prompt": "x" * (1 + 7 * at), "n": 8, "ignore_eos": True}
+            body["max_tokens"] = (10, 150, 40)[at % 3]
+            stack.enter_context(asking(server, f"{name}-key", 4, body, pause=0.01))
+        time.sleep(10)
+        before = tokens_of(server)
+        time.sleep(float(os.environ.get("OSTINATO_SHARES_SECONDS", "600")))
+        used = {name: count - before[name] for name, count in tokens_of(server).items()}
+    total = sum(used.values())
+    shares = {name: used[name] / total / (weight / sum(weights.values())) for name, weight in weights.items()}
+    assert all(0.9 <= share <= 1.1 for share in shares.values()), shares
+    print(f"tokens over what the weights say, of {total:,.0f}:", shares)

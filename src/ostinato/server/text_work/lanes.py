@@ -1,6 +1,7 @@
 """Who works on which text: short ones at once, longer ones in threads, long ones in processes of their own.
 
-A long text waits only for others of its kind, so that no number of them keeps a short one waiting.
+A long text waits only for others of its kind, so that no number of them keeps a short one waiting; those of
+several tenants take turns by fair shares.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import msgspec
 
 from ostinato.text.tokenizer import Tokenizer
 
+from ..tenants.fair_turns import FairTurns
 from .work import Conversation, TextRefused, TextWork, check_length, do_text_work
 from .worker import LENGTH, Answer, Refused, Start
 
 INLINE = 2_000
 """Characters that take about a millisecond."""
 IN_THREAD = 65_536
+NUM_THREADS = 2
 LONG = 1_048_576
 """Longer texts have a lane of their own, and their process ends with each: it has used much memory."""
 SECONDS = 60.0
@@ -49,8 +52,8 @@ class TextLanes:
         # Batches of the tokenizers library share one pool of threads, where long texts would fill all places.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="ostinato-text")
-        self._in_threads = 0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ostinato-text")
+        self._turns = FairTurns(NUM_THREADS, WAITING)
         start = Start(directory, chat_template, MEMORY_BYTES)
         self._long = _Lane(start)
         self._longest = _Lane(start, ends_after_each=True)
@@ -78,14 +81,11 @@ class TextLanes:
             lane.close()
 
     async def _by_thread(self, work: TextWork, size: int) -> list[int]:
-        if self._in_threads + size > WAITING:
+        if not self._turns.has_room(size):
             raise LanesFull("too many texts wait for the tokenizer")
-        self._in_threads += size
-        try:
+        async with self._turns.turn(size):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, do_text_work, work, self._tokenizer)
-        finally:
-            self._in_threads -= size
 
 
 class _Lane:
@@ -97,20 +97,15 @@ class _Lane:
         self._start = start
         self._ends_after_each = ends_after_each
         self._is_for_templates = is_for_templates
-        self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._turns = FairTurns(1, WAITING)
         self._process: asyncio.subprocess.Process | None = None
         self._idle: asyncio.TimerHandle | None = None
 
     async def ids(self, work: TextWork, size: int) -> list[int]:
-        if self._waiting and self._waiting + size > WAITING:
+        if not self._turns.has_room(size):
             raise LanesFull("too many long texts wait for the tokenizer")
-        self._waiting += size
-        try:
-            async with self._turn:
-                return await self._answer(work)
-        finally:
-            self._waiting -= size
+        async with self._turns.turn(size):
+            return await self._answer(work)
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
