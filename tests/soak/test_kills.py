@@ -69,6 +69,7 @@ class Fire:
                         self.wrong.append((question.name, f"{type(error).__name__}: {error}"))
                     return
                 self.judge(question, status, answer, retry_after)
+                await asyncio.sleep(0.2 if status == 503 else 0)
 
     def judge(self, question: Question, status: int, answer: Any, retry_after: str | None) -> None:
         if status == question.status and is_same(answer, self.right[question]):

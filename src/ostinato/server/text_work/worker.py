@@ -56,7 +56,9 @@ def main() -> None:
     # Nothing else may write where the answers go.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    start = msgspec.msgpack.decode(_frame(sys.stdin.buffer), type=Start)
+    if not (first := _frame(sys.stdin.buffer)):
+        return
+    start = msgspec.msgpack.decode(first, type=Start)
     resource.setrlimit(resource.RLIMIT_AS, (start.memory_bytes, start.memory_bytes))
     tokenizer = Tokenizer.from_directory(start.directory)
     if start.chat_template is not None:
@@ -64,8 +66,11 @@ def main() -> None:
     decode, encode = msgspec.msgpack.Decoder(TextWork).decode, msgspec.msgpack.Encoder().encode
     while frame := _frame(sys.stdin.buffer):
         answer = encode(_answered(decode(frame), tokenizer))
-        answers.write(LENGTH.pack(len(answer)) + answer)
-        answers.flush()
+        try:
+            answers.write(LENGTH.pack(len(answer)) + answer)
+            answers.flush()
+        except BrokenPipeError:  # who asked was killed
+            os._exit(0)
 
 
 def _answered(work: TextWork, tokenizer: Tokenizer) -> Answer:
@@ -82,8 +87,11 @@ def _answered(work: TextWork, tokenizer: Tokenizer) -> Answer:
 
 
 def _frame(source: BinaryIO) -> bytes:
+    """Returns nothing at the end, also in the middle of a frame: who wrote it was killed."""
     head = source.read(LENGTH.size)
-    return source.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+    size = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 0
+    frame = source.read(size)
+    return frame if len(frame) == size else b""
 
 
 if __name__ == "__main__":
