@@ -61,7 +61,7 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words(tmp
 
 def test_compiled_code_is_found_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "_cache_folder", lambda: tmp_path)
-    kernel = compiled.CudaKernel("fragments.cu", "project", CONSTANTS)
+    kernel = compiled.CudaKernel("few_tokens.cu", "project", CONSTANTS)
     first = kernel.compile((9, 0))
     monkeypatch.setattr(compiled, "_compile", None)
     assert kernel.compile((9, 0)) == first
@@ -71,5 +71,5 @@ def test_compiled_code_is_found_on_disk(tmp_path, monkeypatch):
 CONSTANTS = {
     "IN": 512, "ROWS": 32, "SLICES": 1, "WARPS": 8, "HELD": 4, "REGISTERS": 160, "TOKENS": 8,
     "SHARED_BYTES": 48 << 10, "GATED": 0, "NORM": 0, "BIAS": 0, "RESIDUAL": 0, "OUT_FLOAT": 0,
-    "ADAPTED": 0,
+    "ADAPTED": 0, "STREAMED": 0,
 }  # fmt: skip

@@ -23,7 +23,7 @@ class AllocationError(ValueError):
 def allocated(
     allocate: Allocate, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str
 ) -> Tensor:
-    """What the allocator gives, if kernels can use it."""
+    """Allocates a tensor, and raises if kernels cannot use what the allocator gave."""
     tensor = allocate(shape, dtype, name)
     is_there = tensor.device.type == device.type and device.index in (None, tensor.device.index)
     if tensor.shape != shape or tensor.dtype != dtype or not is_there:

@@ -25,7 +25,7 @@ that, multiplies, and waits for the kernel itself in the middle:
     product                  | until ready | multiply ... | wait, add what adapters add, multiply ...
 
 The place is in memory of the step. "Not ready" is said before the product may start, and no kernel that says
-it starts before all programs of the product before have read "ready".
+it starts before all CTAs of the product before have read "ready".
 """
 
 from functools import cache

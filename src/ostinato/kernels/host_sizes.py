@@ -3,10 +3,10 @@ times as long: a tenth of a second over all captures of a model."""
 
 
 def cdiv(size: int, block: int) -> int:
-    """How many blocks it takes."""
+    """Returns the number of blocks that hold `size`."""
     return -(-size // block)
 
 
 def next_power_of_2(size: int) -> int:
-    """The smallest one that is not smaller."""
+    """Returns the smallest power of two that is not smaller."""
     return 1 << (size - 1).bit_length()

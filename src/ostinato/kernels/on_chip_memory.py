@@ -1,6 +1,6 @@
-"""How much of a multiprocessor's on-chip memory is shared memory while a kernel runs; the rest is L1 cache.
+"""How much of a SM's on-chip memory is shared memory while a kernel runs; the rest is L1 cache.
 
-A multiprocessor changes the division only while nothing runs on it, so kernels that overlap should want the
+A SM changes the division only while nothing runs on it, so kernels that overlap should want the
 same. A kernel that wants nothing runs with whatever the last one left behind, if it has room: a product by
 GEMV, whose loads are on their way through L1, took a tenth longer behind kernels with much shared memory.
 """
@@ -11,7 +11,7 @@ from typing import Any
 AS_IT_IS = -1
 """Percent: whatever the driver makes of it."""
 MOSTLY_L1 = 3
-"""Room for the few sums that warps of a GEMV exchange; with 0 fewer programs fit."""
+"""Room for the few sums that warps of a GEMV exchange; with 0 fewer CTAs fit."""
 ALL_SHARED = 100
 
 _with_much_l1: set[int] = set()
@@ -33,14 +33,14 @@ def prefer_l1(launched: Any) -> None:
 
 
 def loaded(collected: Any, kernel: Any) -> None:
-    """What a launch that only collected it has returned is now this kernel, on the device."""
+    """Applies `prefer_l1` to a kernel that its launch had only collected."""
     if _WANTS_L1 in vars(collected):
         prefer_l1(kernel)
 
 
 @cache
 def _has_driver() -> bool:
-    """Whether NVIDIA's Python bindings are there; torch for CUDA brings them."""
+    """Tells whether NVIDIA's Python bindings are there; torch for CUDA brings them."""
     try:
         import cuda.bindings.driver  # noqa: F401
     except ImportError:
@@ -49,7 +49,7 @@ def _has_driver() -> bool:
 
 
 def prefer(function: Any, percent: int) -> None:
-    """Of a loaded kernel, from the next launch on."""
+    """Sets the share of shared memory of a loaded kernel, from the next launch on."""
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT

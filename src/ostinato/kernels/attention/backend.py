@@ -146,7 +146,7 @@ TORCH = AttentionBackend(
 
 
 def get_backend(name: str, device: torch.device | str) -> AttentionBackend:
-    """The backend `torch`, `triton`, or `auto`: triton on NVIDIA GPUs and torch elsewhere."""
+    """Returns the backend `torch`, `triton`, or `auto`: triton on NVIDIA GPUs and torch elsewhere."""
     device = torch.device(device)
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"

@@ -88,7 +88,7 @@ class AttentionBatch:
         return (self.query_starts + self.query_lens - 1).clamp(min=0)
 
     def of_last_tokens(self) -> "AttentionBatch":
-        """The last token of each request alone, as in a step that decodes it."""
+        """Returns the batch of each request's last token alone, as in a step that decodes it."""
         count = self.query_lens.clamp(max=1)  # one without tokens is padding here
         return AttentionBatch(
             page_table=self.page_table,
@@ -107,7 +107,7 @@ class AttentionBatch:
         return self.slots_at(self.token_rows, self.positions)
 
     def contexts(self, rows: Tensor, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """What tokens at `positions` of the requests in `rows` see: slots, and which of them count.
+        """Returns the slots that tokens at `positions` of the requests in `rows` see, and which count.
 
         Both [n, width]: the last `width` positions up to the token's own. All layers of a step ask the same,
         so it is worked out once for the step's own tokens.

@@ -29,7 +29,7 @@ class KeyBlocks:
     two blocks on their way."""
 
     def shared_bytes(self, dtype: torch.dtype, head_dim: int, queries: int) -> int:
-        """That a program takes at most: its queries, the blocks, and some for scores and sums."""
+        """Returns the most that a CTA takes: its queries, the blocks, and some for scores and sums."""
         blocks = max(1, self.num_stages - 2)
         head = max(16, next_power_of_2(head_dim)) * dtype.itemsize
         scores = queries * self.keys * dtype.itemsize if dtype == torch.float32 else 0
@@ -39,9 +39,9 @@ class KeyBlocks:
 def key_blocks(
     dtype: torch.dtype, head_dim: int, queries: int, stages: tuple[int, ...], gpu: Gpu, programs: int
 ) -> KeyBlocks:
-    """The largest blocks, with most of them on their way, with which so many programs have room.
+    """Returns the largest blocks, most of them in flight, with which so many CTAs fit on an SM.
 
-    Or the smallest, if one program has.
+    Or the smallest, if one CTA has.
     """
     # float32 products need more registers.
     sizes, stages = ((32, 16), (2,)) if dtype == torch.float32 else ((64, 32, 16), stages)
@@ -58,7 +58,7 @@ def key_blocks(
     return all_blocks[-1]
 
 
-# Programs that a split batch should have, and how many need no splitting.
+# CTAs that a split batch should have, and how many need no splitting.
 _PROGRAMS_WANTED = 256
 _ENOUGH_PROGRAMS = 96
 MAX_SPLITS = 32
@@ -67,7 +67,7 @@ MAX_SPLITS = 32
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How a program works; one choice per dtype and kind of batch, so few variants are compiled."""
+    """How a CTA works; one choice per dtype and kind of batch, so few variants are compiled."""
 
     key_block: int
     """Keys at a time."""
@@ -77,11 +77,11 @@ class DecodeTile:
     num_stages: int
     ahead: bool
     """Hold the next tiles in registers, the first ones loaded before the wait; else copy ahead into shared
-    memory, which leaves registers for more programs."""
+    memory, which leaves registers for more CTAs."""
 
 
 def decode_tile(dtype: torch.dtype, num_tokens: int, head_dim: int) -> DecodeTile:
-    """The tile for a batch: of wide heads half as many keys, for which there are registers."""
+    """Returns the tile for a batch: half as many keys for wide heads, which need the registers."""
     tile = _measured_tile(dtype, num_tokens)
     if head_dim <= 128:
         return tile
@@ -98,7 +98,7 @@ def _measured_tile(dtype: torch.dtype, num_tokens: int) -> DecodeTile:
         return DecodeTile(key_block=64, least_blocks=4, num_warps=8, num_stages=1, ahead=True)
     if num_tokens <= 48:
         return DecodeTile(key_block=64, least_blocks=4, num_warps=4, num_stages=1, ahead=True)
-    # A program of one warp has nobody to wait for, and many of them hide each other's latency.
+    # A CTA of one warp has nobody to wait for, and many of them hide each other's latency.
     return DecodeTile(key_block=32, least_blocks=8, num_warps=1, num_stages=3, ahead=False)
 
 
@@ -111,11 +111,11 @@ class CudaDecodeTile:
     """How the CUDA kernel works: constants it is compiled with, and how contexts are cut."""
 
     warps: int
-    """Of a program; they share the tiles of 16 keys of a unit of work."""
+    """Of a CTA; they share the tiles of 16 keys of a unit of work."""
     slots: int
     """Half tiles (keys or values) that a warp has on their way."""
     programs: int
-    """On a multiprocessor at a time."""
+    """On a SM at a time."""
     chunk_tiles: int
     """A context is cut into chunks of about that many tiles, each a unit of work..."""
     max_chunks: int
@@ -136,7 +136,7 @@ def _decode_rule(
 ) -> CudaDecodeTile:
     pairs, multiprocessors = num_requests * num_kv_heads, gpu.multiprocessors
     if num_queries > 1:
-        # Joining takes longer than attending to twice the keys: programs are few, warps many.
+        # Joining takes longer than attending to twice the keys: CTAs are few, warps many.
         if pairs <= multiprocessors:
             return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=max(1, multiprocessors // pairs))
         if group * num_queries > 24:
@@ -145,14 +145,14 @@ def _decode_rule(
     if group > 8:  # twice the registers
         return CudaDecodeTile(8, 3, 1, chunk_tiles=32, max_chunks=max(8, multiprocessors // pairs))
     if pairs <= 32:
-        # 256 keys are on their way before the wait; short contexts are joined in one program.
+        # 256 keys are on their way before the wait; short contexts are joined in one CTA.
         return CudaDecodeTile(8, 4, 1, chunk_tiles=16, max_chunks=max(1, multiprocessors // pairs))
     if pairs <= multiprocessors:
         return CudaDecodeTile(4, 6, 2, chunk_tiles=32, max_chunks=2 * multiprocessors // pairs)
     if pairs <= 2 * multiprocessors and group > 2:
         return CudaDecodeTile(4, 4, 2, chunk_tiles=64, max_chunks=8)
     chunk_tiles = 32 if pairs < 1024 else 64
-    # Four programs leave a thread 128 registers: not enough for 8 queries, says NVRTC 13.4.
+    # Four CTAs leave a thread 128 registers: not enough for 8 queries, says NVRTC 13.4.
     return CudaDecodeTile(4, 3, 4 if group < 8 else 3, chunk_tiles, max_chunks=8)
 
 
@@ -169,7 +169,7 @@ def num_splits_of(num_tokens: int, num_kv_heads: int) -> int:
 
 @dataclass(frozen=True)
 class PrefixTile:
-    """How a program attends to a part of a shared prefix, for queries of many requests at once."""
+    """How a CTA attends to a part of a shared prefix, for queries of many requests at once."""
 
     query_block: int
     """Query heads at a time, of any requests."""
@@ -182,7 +182,7 @@ class PrefixTile:
 
 
 def prefix_tile(dtype: torch.dtype, num_tokens: int, group: int, head_dim: int, gpu: Gpu) -> PrefixTile:
-    """The tile for a batch: that of prompt attention, or less where there are fewer queries."""
+    """Returns the tile for a batch: that of prompt attention, or less where there are fewer queries."""
     query_block = _prefix_queries(dtype, num_tokens, group)
     blocks = key_blocks(dtype, head_dim, query_block, (5, 4), gpu, programs=2)
     return PrefixTile(query_block, blocks.keys, least_blocks=2, num_warps=4, num_stages=blocks.num_stages)
@@ -197,7 +197,7 @@ def prefix_splits_of(
 ) -> int:
     """Parts of a prefix of at most `limit` positions, enough to fill a GPU.
 
-    Two programs on a multiprocessor hide each other's gaps. One is enough for a single block of 64 queries:
+    Two CTAs on a SM hide each other's gaps. One is enough for a single block of 64 queries:
     it waits for memory, has enough on its way, and joining twice the parts would take longer.
     """
     tiles = cdiv(num_tokens * (num_heads // num_kv_heads), tile.query_block)
@@ -231,7 +231,7 @@ def decode_class(
 
 
 _PROGRAMS = 2
-"""On a multiprocessor at a time, where contexts are cut: they hide each other's gaps."""
+"""On a SM at a time, where contexts are cut: they hide each other's gaps."""
 _LEAST_KEYS = 256
 _KEYS_PER_QUERY = 8
 """Of a chunk, at least, for each query head of a tile: the part that it leaves has 4 bytes an element, which
@@ -240,12 +240,12 @@ _LEAST_PARTS, _MOST_PARTS = 2, 64
 _MOST_PART_BYTES = 40 << 20
 """Of all parts together: L2 holds most of them."""
 _FEW_REQUESTS, _REQUESTS = 32, 256
-"""What programs look at where they know no more: one for each lane of a warp, as many as usually run."""
+"""What CTAs look at where they know no more: one for each lane of a warp, as many as usually run."""
 
 
 @dataclass(frozen=True)
 class QueryTile:
-    """How a program works; few of them, so that few variants are compiled."""
+    """How a CTA works; few of them, so that few variants are compiled."""
 
     query_block: int
     """Queries of a request at a time..."""
@@ -293,7 +293,7 @@ class Queries:
         return divided
 
     def _divided(self, gpu: Gpu) -> tuple[QueryTile, Chunks | None]:
-        # Of wide heads fewer: a program that takes tiles in turn has fewer registers for sums.
+        # Of wide heads fewer: a CTA that takes tiles in turn has fewer registers for sums.
         heads = self._heads_of_a_tile(64 if self.head_dim <= 128 else 32)
         blocks = key_blocks(self.dtype, self.head_dim, heads, (5, 4), gpu, _PROGRAMS)
         tile = self._tile(heads, blocks)
@@ -304,7 +304,7 @@ class Queries:
             return self._tile(heads, key_blocks(self.dtype, self.head_dim, heads, (4,), gpu, 1)), None
         resident = min(_PROGRAMS, gpu.most_programs(blocks.shared_bytes(self.dtype, self.head_dim, heads)))
         programs = resident * gpu.multiprocessors
-        # As many as there are programs for the tiles of one request: a second round is as long as the first.
+        # As many as there are CTAs for the tiles of one request: a second round is as long as the first.
         part_bytes = self.num_tokens * self.num_heads * self.head_dim * 4
         most = max(_LEAST_PARTS, min(programs // tiles, _MOST_PARTS, _MOST_PART_BYTES // part_bytes))
         keys, parts, steps = self._chunks(least, most)
@@ -358,5 +358,5 @@ def query_class(queries: Queries, gpu: Gpu) -> Hashable:
 
 
 def request_block_of(num_requests: int) -> int:
-    """Requests that a program looks at: few sizes, since each is a kernel that takes seconds to compile."""
+    """Requests that a CTA looks at: few sizes, since each is a kernel that takes seconds to compile."""
     return _FEW_REQUESTS if num_requests <= _FEW_REQUESTS else max(_REQUESTS, next_power_of_2(num_requests))

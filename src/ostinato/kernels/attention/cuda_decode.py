@@ -1,7 +1,7 @@
 """Attention of a few tokens a request from the QKV projection, in CUDA C++ (`cuda/decode_attention.cu`).
 
 Does what `triton_decode` does for single tokens, where `serves` says so: norm, rotation, KV write and
-attention in one kernel, whose programs share out the contexts of all requests evenly, whatever their lengths.
+attention in one kernel, whose CTAs share out the contexts of all requests evenly, whatever their lengths.
 Keys and values are read once for all tokens of a request.
 """
 
@@ -25,7 +25,7 @@ _MAX_QUERIES = 16
 def serves(
     qkv: Tensor, heads: HeadPreparation, k_cache: Tensor, num_heads: int, num_queries: int = 1
 ) -> bool:
-    """Whether `attend_tokens` can do this."""
+    """Tells whether `attend_tokens` can do this."""
     dtype = k_cache.dtype
     if not is_supported(qkv.device) or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -146,7 +146,7 @@ def decode_kernel(
     parts: int = 1,
     num_queries: int = 1,
 ) -> tuple[CudaKernel, int]:
-    """The kernel for a batch, and the shared memory of a program."""
+    """Returns the kernel for a batch, and the shared memory of a CTA."""
     max_tokens = next(limit for limit in CUDA_MAX_TOKENS if num_requests <= limit)
     # As the source lays it out: rings and queries in padded rows, new keys and values, the list of work.
     row, padded_row = 2 * head_dim, 2 * head_dim + 16

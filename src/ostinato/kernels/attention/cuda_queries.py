@@ -26,12 +26,12 @@ _MOST_SHARED_BYTES = 227 << 10
 
 
 def serves(q: Tensor, k_cache: Tensor, num_requests: int) -> bool:
-    """Whether `attend_queries` can do this."""
+    """Tells whether `attend_queries` can do this."""
     return has_warpgroup_products(q.device) and fits(q, k_cache, num_requests)
 
 
 def fits(q: Tensor, k_cache: Tensor, num_requests: int) -> bool:
-    """The same for any device."""
+    """Tells the same for any device."""
     num_kv_heads, head_dim = k_cache.shape[2:]
     return (
         q.dtype == k_cache.dtype
@@ -87,7 +87,7 @@ def attend_queries(
 def prompt_kernel(
     num_heads: int, num_kv_heads: int, head_dim: int, num_requests: int, dtype: torch.dtype
 ) -> tuple[CudaKernel, int, int]:
-    """The kernel for a batch, the keys that it takes at a time, and the shared memory of a program."""
+    """Returns the kernel for a batch, its keys per step, and the shared memory of a CTA."""
     keys = 64 if head_dim > 128 else 128
     requests = request_block_of(num_requests)
 

@@ -4,10 +4,10 @@
 // A request has places for QUERIES tokens, request r from r * QUERIES on, and tokens in the first `query_lens[r]` of
 // them, at positions that follow each other. What a place without a token gets is finite, and of no use.
 //
-// A unit of work is a KV head of a request and a chunk of its context. Programs take units from a list that each
+// A unit of work is a KV head of a request and a chunk of its context. CTAs take units from a list that each
 // works out from the positions, so a grid that only fills the GPU serves any mixture of lengths:
 //
-//     requests     |      0      |    1    | 2 | ...    if the longest are first, programs end at about the
+//     requests     |      0      |    1    | 2 | ...    if the longest are first, CTAs end at about the
 //     chunks       | 0 1 2 3 4 5 | 0 1 2 3 | 0 | ...    same time
 //     unit         chunk in this list * KV_HEADS + KV head
 //
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_PROGRAMS)
         if (dim == 0) *(float2*)(partial_sums + part * 2) = make_float2(joined.most, joined.total);
       }
     }
-    // The program that ends last joins the chunks. Counters are 0 before and after.
+    // The CTA that ends last joins the chunks. Counters are 0 before and after.
     if (unit.chunks > 1) {
       int* const counter = counters + 1 + pair;
       __syncthreads();
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_PROGRAMS)
       }
     }
 
-    // The next unit. Every program draws until there is none left, so the last draw of all is known.
+    // The next unit. Every CTA draws until there is none left, so the last draw of all is known.
     if (units.count <= gridDim.x) break;
     is_first = false;
     __syncthreads();

@@ -1,4 +1,4 @@
-// Joining what parts of a context gave: over the warps of a program, over the chunks of a request.
+// Joining what parts of a context gave: over the warps of a CTA, over the chunks of a request.
 #pragma once
 #include "tile_attention.cuh"
 

@@ -1,22 +1,22 @@
-// Attention of prompts and mixed batches over paged keys and values, which are stored already.
+// Attention of prompts and mixed batches over paged keys and values, which are stored already: persistent,
+// warp-specialised, two wgmma warp groups in ping-pong.
 //
-// A tile has 128 rows: queries of one request times the heads that share a KV head. Programs, one for each
-// multiprocessor, draw tiles from a list that each works out from the lengths of the requests, so a grid that only
-// fills the GPU serves any mixture of them.
+// A tile has 128 rows: queries of one request times the heads that share a KV head. One CTA per SM draws tiles from a
+// list that each works out from the lengths of the requests, so a grid that only fills the GPU serves any mixture.
 //
-//     one warp         asks for blocks of keys and of values, page by page, as far ahead as there are places
-//     three warps      bring the queries of the next tile
-//     two teams of     multiply 64 rows each:   scores = queries x keys of block b + 1
-//     four warps                                sums  += weights x values of block b
-//                      and make weights of the scores while the tensor cores do the sums, and the other team's products
+//     producer warp        TMA copies of blocks of keys and of values, page by page, into a ring
+//     three warps          bring the queries of the next tile
+//     two warp groups      64 rows each:   scores = queries x keys of block b + 1
+//                                          sums  += weights x values of block b
+//                          softmax weights of the scores during wgmma: the own sums, and the other group's products
 //
-// The teams take turns in asking for products: while one makes weights, the other one's products run.
+// The warp groups take turns in issuing wgmma: while one computes softmax weights, the other one's products run.
 //
 // Where blocks begin follows from the position of a key alone, and a block that a query sees nothing of changes
 // nothing: a query's bits depend neither on its company nor on how its prompt was cut into steps.
 #include "prompt_units.cuh"
 
-constexpr int kTeamsMeet = 1, kTurns = 1 + kTeams;  // numbers of meetings: of a team, and its turn to multiply
+constexpr int kTeamsMeet = 1, kTurns = 1 + kTeams;  // numbers of meetings: of a warp group, and its turn to multiply
 
 // As a score: is not seen.
 __device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }
@@ -143,7 +143,7 @@ __device__ __forceinline__ void bring_all(Shared& shared, const Element* q, long
   }
 }
 
-// ---- a team ----
+// ---- a warp group ----
 
 struct Team {
   Shared& shared;
@@ -251,7 +251,7 @@ struct Team {
     }
   }
 
-  // Whether a query of this team may not see all of a block.
+  // Whether a query of this warp group may not see all of a block.
   __device__ __forceinline__ bool hides(const Unit& unit, int block, int window) const {
     const int first = unit.position + first_row() / GROUP, last = unit.position + (first_row() + 63) / GROUP;
     return (block + 1) * KEYS - 1 > first || (window > 0 && block * KEYS <= last - window);
@@ -307,7 +307,7 @@ struct Team {
     round_weights();
   }
 
-  // In turns with the other team. The scores are there afterwards.
+  // In turns with the other warp group. The scores are there afterwards.
   __device__ __forceinline__ void ask_both() {
     wait_at_meeting(kTurns + team, kMultiplying);
     ask_scores();
@@ -477,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     units.make(num_requests);
   }
   __syncthreads();
-  // Only what others give up can be taken: for more, the teams would wait without end.
+  // Only what others give up can be taken: for more, the warp groups would wait without end.
   static_assert(kTeams * 232 + 40 <= 65536 / kThreads / 8 * 8 * (kTeams + 1), "registers that the launch brings");
   if (is_multiplying) {
     take_registers<232>();

@@ -1,4 +1,4 @@
-// What a program of prompt_attention.cu works on, and its shared memory.
+// What a CTA of prompt_attention.cu works on, and its shared memory.
 //
 //     caches          [pages][16 keys][KV_HEADS][HEAD_DIM]
 //     shared memory   queries [boxes][kRows][64 elements], keys and values [STAGES][KEYS / 8][boxes][8][64 elements]:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""Attention of single tokens from the QKV projection: one program per token, KV head and part of the context.
+"""Attention of single tokens from the QKV projection: one CTA per token, KV head and part of the context.
 
     heads of the tile     the query heads that share the KV head, padded to what a tensor core takes
     parts of the context  | split 0 | split 1 | ...     equal numbers of key blocks of the real context
@@ -10,7 +10,7 @@ from the position on the device. A split with nothing to do returns at once; `_j
 one split in use there is nothing to join and the result is stored directly.
 
 Queries and the new key are normalised and rotated here, the new key and value stored, and attended to from
-registers, so no program reads what another one writes. A token's row of the page table and its position are
+registers, so no CTA reads what another one writes. A token's row of the page table and its position are
 all there is to know: padded tokens (row 0, position 0) see themselves only.
 
 Requests that share a prefix have it read once for all of them:
@@ -18,7 +18,7 @@ Requests that share a prefix have it read once for all of them:
     positions           0                    prefix_len              position
     request a           | - - - - - - - - - - - - |--- its own ----------|
     request b           | - - shared pages  - - - |--- its own ---|
-    who reads them      `triton_prefix`           `_decode`, one program per token
+    who reads them      `triton_prefix`           `_decode`, one CTA per token
     parts of a context  | split | split | ...     | split | ...
 
 `_decode` then begins behind the prefix, and leaves all its parts and its queries; `_join` joins both kinds.
@@ -233,7 +233,7 @@ def _join(
     best = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([dim_block], tl.float32)
-    # Also by programs with nothing to join: the next kernel waits for this one only.
+    # Also by CTAs with nothing to join: the next kernel waits for this one only.
     wait_for_previous(dependent)
     if (not has_prefix) & (in_use == 1):
         return

@@ -5,7 +5,7 @@
     qkv of a token   | q heads ... | k heads ... | v heads ... |
     goes to          | q_out       | k_cache     | v_cache     |
 
-A program takes a few tokens and a block of heads of one kind, as two halves: element i of a head turns
+A CTA takes a few tokens and a block of heads of one kind, as two halves: element i of a head turns
 together with i + D/2, so each is read once, and the angles of a token serve all its heads.
 """
 

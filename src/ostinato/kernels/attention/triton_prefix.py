@@ -2,7 +2,7 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """Attention of single tokens to a prefix that their requests share: read once for all of them.
 
-One program per block of queries of any requests, KV head and part of the prefix multiplies these queries with
+One CTA per block of queries of any requests, KV head and part of the prefix multiplies these queries with
 blocks of the prefix, and leaves its part where `triton_decode` leaves those of what is behind the prefix.
 
 The grid follows from the rung and the longest context. The prefix is that of the first request's pages; how
@@ -104,7 +104,7 @@ def attend_prefix(
     scale: float,
     tile: PrefixTile,
 ) -> None:
-    """Of q [T, Hq, D], into the last `num_splits` of the partials [T, Hq, parts, D]."""
+    """Attends with q [T, Hq, D] and fills the last `num_splits` of the partials [T, Hq, parts, D]."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_parts = k_cache.size(2), partial.size(2)
     blocks = cdiv(num_tokens * (num_heads // num_kv_heads), tile.query_block)

@@ -9,10 +9,10 @@
 Which request a tile belongs to is found on the device, by counting the tiles of those before it. There are at
 most `tokens / query_block + requests` tiles. Two forms, chosen by what is known of the rung (`query_tiles`):
 
-- `_attend_whole`: one program per tile and KV head reads all that the tile sees. The surplus of the grid
+- `_attend_whole`: one CTA per tile and KV head reads all that the tile sees. The surplus of the grid
   gives padded tokens zeros.
 - `_attend_chunks`: for few tokens, whose tiles would leave most of a GPU idle. Contexts are cut into chunks
-  (`chunk_size`), and as many programs as the GPU holds take tiles and chunks in turn. A token that sees one
+  (`chunk_size`), and as many CTAs as the GPU holds take tiles and chunks in turn. A token that sees one
   chunk is done; the parts of others are joined by `_join_chunks`, which also gives padded tokens zeros.
 
 Where a token's context is cut follows from its position and the rung, so that its bits depend neither on its
@@ -40,7 +40,7 @@ REQUEST_BUFFERS = ("req_rows", "seq_lens", "query_starts", "query_lens")
 BUFFERS = INDEX_BUFFERS + REQUEST_BUFFERS
 VARYING = ("num_tokens", "num_requests", "num_parts")
 _TOKENS_WITH_A_PROGRAM_A_HEAD = 64
-"""More of them join several heads in one program: where nothing is split there are fewer to start in vain."""
+"""More of them join several heads in one CTA: where nothing is split there are fewer to start in vain."""
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=BUFFERS)
@@ -138,7 +138,7 @@ def chunk_size(position, least_keys, most_parts, steps: tl.constexpr):
 
 @triton.jit
 def first_chunk(position, size, window: tl.constexpr):
-    """The first chunk of a context that a token at `position` sees; the last one has its own position."""
+    """Returns the first chunk of its context that a token sees; the last one has its own position."""
     first = position * 0
     if window > 0:
         first = tl.maximum(0, position - window + 1) // size
@@ -196,7 +196,7 @@ def _attend_chunks(
     in_group = in_tile % group_block
     dims = tl.arange(0, dim_block)
     in_head = dims < head_dim
-    # Also by programs with nothing to do: the next kernel waits for this one only.
+    # Also by CTAs with nothing to do: the next kernel waits for this one only.
     wait_for_previous(dependent)
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         # Neighbours read the same keys for other queries, or the same pages for other heads.
@@ -274,7 +274,7 @@ def _join_chunks(
     size = chunk_size(position, least_keys, num_parts, steps)
     count = position // size - first_chunk(position, size, window) + 1
     dims = tl.arange(0, dim_block)
-    # Also by programs with nothing to join: the next kernel waits for this one only.
+    # Also by CTAs with nothing to join: the next kernel waits for this one only.
     wait_for_previous(dependent)
     if (count == 1) & ~is_padding:
         return
@@ -297,7 +297,7 @@ def _join_chunks(
 def cuts(
     q: Tensor, k_cache: Tensor, num_requests: int, sliding_window: int, max_query_len: int, max_context: int
 ) -> bool:
-    """Whether contexts are cut into chunks."""
+    """Tells whether contexts are cut into chunks."""
     return _divided(q, k_cache, num_requests, sliding_window, max_query_len, max_context)[1] is not None
 
 

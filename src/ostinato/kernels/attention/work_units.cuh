@@ -1,6 +1,6 @@
-// The list of units of work: which part of which context a program attends to. See decode_attention.cu.
+// The list of units of work: which part of which context a CTA attends to. See decode_attention.cu.
 //
-// Every program works it out from the positions, so that no kernel before has to. All must come to the same list:
+// Every CTA works it out from the positions, so that no kernel before has to. All must come to the same list:
 // nothing in it depends on who was first.
 #pragma once
 #include "decode_layout.cuh"

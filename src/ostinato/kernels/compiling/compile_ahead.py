@@ -92,13 +92,13 @@ class _Collector(Executor):
         return pending
 
     def add(self, job: Job) -> None:
-        """What processes are to do as well, and nobody waits for."""
+        """Adds a job for the processes that nobody waits for."""
         self._beside.append(job)
         self._begin_long(job)
 
     @property
     def _is_cold(self) -> bool:
-        """Whether kernels are missing on disk, for all that is known."""
+        """Tells whether kernels are missing on disk, as far as is known."""
         return self._num_on_disk is not None and self._num_on_disk < len(self._pending)
 
     def _begin_long(self, job: Job) -> None:
@@ -185,7 +185,7 @@ class Compilation:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """What this thread launches inside does not run, and is compiled later; once."""
+        """Collects the kernels that this thread launches inside, which do not run; can be entered once."""
         with cuda_kernels_compiled_only() as self._cuda_kernels, self._triton_kernels():
             yield
 
@@ -240,7 +240,7 @@ class Compilation:
 
 @contextmanager
 def compiling_only(device: torch.device) -> Iterator[None]:
-    """What this thread launches inside does not run; leaving waits until all of it is compiled and loaded."""
+    """Collects kernels that this thread launches inside; leaving waits until they are compiled and loaded."""
     with Compilation(device) as compilation, compilation.collecting():
         yield
 

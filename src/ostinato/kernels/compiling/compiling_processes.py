@@ -97,7 +97,7 @@ class CompilingProcesses:
 
 @contextmanager
 def _given_out(count: int) -> Iterator[int]:
-    """Where so many numbers, from 0 on, are read, each by one process."""
+    """Opens a pipe with the numbers from 0 on, each of which one process reads."""
     numbers, given = os.pipe()
     try:
         with open(given, "wb") as file:

@@ -76,12 +76,12 @@ class ColdCudaError(CudaError):
 
 @cache
 def is_supported(device: torch.device) -> bool:
-    """Whether kernels of this folder run: on Hopper and on data centres' Blackwell."""
+    """Tells whether CUDA C++ kernels run: on Hopper and on data centres' Blackwell."""
     return why_unsupported(device) is None
 
 
 def why_unsupported(device: torch.device) -> str | None:
-    """What keeps kernels of this folder from a device; None if nothing does."""
+    """Returns what keeps CUDA C++ kernels from a device; None if nothing does."""
     if device.type != "cuda":
         return f"kernels in CUDA C++ do not run on {device}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -91,13 +91,13 @@ def why_unsupported(device: torch.device) -> str | None:
 
 
 def has_warpgroup_products(device: torch.device) -> bool:
-    """Whether kernels that include `warpgroup.cuh` run: on Hopper alone, later GPUs multiply otherwise."""
+    """Tells whether kernels with wgmma run (`warpgroup.cuh`): on Hopper alone."""
     return is_supported(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
 def has_nvrtc() -> bool:
-    """Whether NVRTC and NVIDIA's Python bindings are installed; torch for CUDA brings both."""
+    """Tells whether NVRTC and NVIDIA's Python bindings are installed; torch for CUDA brings both."""
     try:
         from cuda.bindings import nvrtc
 
@@ -109,7 +109,7 @@ def has_nvrtc() -> bool:
 
 @cache
 def cuda_kernel(file: str, entry: str, **constants: int) -> CudaKernel:
-    """The kernel `entry` of a source file with these constants; the same one for the same constants."""
+    """Returns the kernel `entry` of a source with these constants; the same one for the same constants."""
     return CudaKernel(file, entry, constants)
 
 
@@ -123,7 +123,7 @@ class CudaKernel:
 
     @property
     def compile_cost(self) -> int:
-        """How long it takes to compile, in characters of a usual source."""
+        """Estimates the time of a compilation, in characters of a usual source."""
         return _UNROLLED.get(self._file, 1) * sum(map(len, _with_includes(self._file).values()))
 
     def launch(
@@ -203,7 +203,7 @@ def _postponed() -> dict[CudaKernel, tuple[int, int]] | None:
 
 
 def is_compiling_only() -> bool:
-    """Whether this thread is inside `compiling_only`: what it launches does not run."""
+    """Tells whether this thread is inside `compiling_only`: what it launches does not run."""
     return _postponed() is not None
 
 
@@ -311,7 +311,7 @@ def _launch_config(
 
 
 def _read_kept(file: Path, key: str) -> bytes | None:
-    """What was kept for this key; None if nothing was, or something else is there."""
+    """Returns the code kept for this key; None if none was, or something else is there."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -369,7 +369,7 @@ def _compile(source: str, name: str, options: Sequence[str]) -> tuple[bytes, str
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returns beside its status."""
+    """Returns the value of a call of the bindings, or raises for its status."""
     status, *values = answer
     if int(status) != 0:
         raise CudaError(f"{type(status).__name__}: {status.name}")
@@ -391,7 +391,7 @@ def _nvrtc_version() -> str:
 
 
 def _headers() -> dict[str, str]:
-    """The text of all files that a source may include."""
+    """Returns the text of all files that a source may include."""
     return {path.name: path.read_text() for path in sorted(_FOLDER.rglob("*.cuh"))}
 
 
@@ -406,7 +406,7 @@ def source(file: str) -> str:
 
 
 def _with_includes(file: str) -> dict[str, str]:
-    """The text of a source and of all files that it includes, by their names."""
+    """Returns the texts of a source and of all files that it includes, by name."""
     texts: dict[str, str] = {}
     names = [file]
     while names:

@@ -85,7 +85,7 @@ __device__ __forceinline__ int load_kept(const int* p) {
   return v;
 }
 
-// What other programs wrote, of this kernel or an earlier one: from L2, where all of them write to.
+// What other CTAs wrote, of this kernel or an earlier one: from L2, where all of them write to.
 __device__ __forceinline__ uint32 load_word(const void* p) {
   uint32 v;
   asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -107,7 +107,7 @@ __device__ __forceinline__ Word4 load_four_words(const void* p) {
   return v;
 }
 
-// Adds 1 and returns what was there. What this program stored before is seen by those that add later.
+// Adds 1 and returns what was there. What this CTA stored before is seen by those that add later.
 __device__ __forceinline__ int add_in_order(int* counter) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -239,14 +239,14 @@ __device__ __forceinline__ void arrive_at_cluster() {
 
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// Where another program of the cluster has what is at `p` here.
+// Where another CTA of the cluster has what is at `p` here.
 __device__ __forceinline__ uint32 remote_address(const void* p, uint32 rank) {
   uint32 remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
   return remote;
 }
 
-// ---- counts of bytes that programs of a cluster send each other ----
+// ---- counts of bytes that CTAs of a cluster send each other ----
 
 typedef unsigned long long ByteCount;
 
@@ -274,7 +274,7 @@ __device__ __forceinline__ void wait_for_bytes(ByteCount* count, bool odd) {
         : "memory");
 }
 
-// To `p` of another program, or of this one, and to its count.
+// To `p` of another CTA, or of this one, and to its count.
 __device__ __forceinline__ void send(const float* p, uint32 rank, float v, const ByteCount* count) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
                    remote_address(p, rank)),

@@ -33,7 +33,7 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int col
       : "memory");
 }
 
-// The same to the same place in each program of the cluster that has its bit in `programs`, and to its count there.
+// The same to the same place in each CTA of the cluster that has its bit in `CTAs`, and to its count there.
 __device__ __forceinline__ void copy_box_to_all(void* to, const TensorMap& map, int column, int row, ByteCount* count,
                                                 int programs) {
   asm volatile(
@@ -77,7 +77,7 @@ __device__ __forceinline__ void wait_for_stores_to_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
-// From here to `to` in another program of the cluster and to its count. This one may not end before it has arrived.
+// From here to `to` in another CTA of the cluster and to its count. This one may not end before it has arrived.
 __device__ __forceinline__ void copy_to_program(uint32 rank, void* to, const void* from, int bytes, ByteCount* count) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -94,13 +94,13 @@ __device__ __forceinline__ void make_count_of(ByteCount* count, int arrivals) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// At the count of another program, or of this one. What was stored before need not be visible to the others: an
+// At the count of another CTA, or of this one. What was stored before need not be visible to the others: an
 // arrival that promised it would wait for everything that is on its way.
 __device__ __forceinline__ void arrive_at(const ByteCount* count, uint32 rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(count, rank)) : "memory");
 }
 
-// At one of this program. What was stored before is visible to those who have waited.
+// At one of this CTA. What was stored before is visible to those who have waited.
 __device__ __forceinline__ void arrive_here(ByteCount* count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(count)) : "memory");
 }
@@ -255,7 +255,7 @@ MULTIPLY_HELD(multiply_held_anew, "0", 64, NAMES_32, "%32", "%33", "%34", "%35",
 MULTIPLY_HELD(multiply_held_anew, "0", 128, NAMES_64, "%64", "%65", "%66", "%67", "%68", EIGHT(0), EIGHT(8), EIGHT(16),
               EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
 
-// ---- threads of a program that work apart ----
+// ---- threads of a CTA that work apart ----
 
 // All of four warps give registers up, or take them, so that they have so many each.
 template <int kRegisters>

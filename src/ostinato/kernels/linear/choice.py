@@ -102,12 +102,12 @@ def using(table: KernelTable | None, *, package: bool = True) -> Iterator[None]:
 
 
 def table_name(gpu: Gpu) -> str:
-    """How the files of tables for such GPUs are called."""
+    """Returns the file name of tables for such GPUs."""
     return f"{gpu}.json"
 
 
 @cache
 def package_table(gpu: Gpu) -> KernelTable | None:
-    """The committed table for such GPUs, if there is one."""
+    """Returns the committed table for such GPUs, if there is one."""
     file = _FOLDER / table_name(gpu)
     return load_table(file) if file.is_file() else None

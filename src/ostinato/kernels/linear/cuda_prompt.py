@@ -9,7 +9,7 @@ from ..host_sizes import cdiv
 THREADS = 384
 _CLUSTER = 2
 _TOKENS, _ROWS = 128, 256
-"""Of a program; rows of the matrix, of a gated one half of them in each half."""
+"""Of a CTA; rows of the matrix, of a gated one half of them in each half."""
 _COLUMNS = 64
 """Of a box."""
 _STAGES = 4
@@ -21,18 +21,18 @@ _ALIGNMENT = 16
 
 
 def shared_bytes() -> int:
-    """As `sizeof(Shared)` there: tiles, results on their way, counts."""
+    """Returns `sizeof(Shared)` of `prompt_product.cu`: tiles, results in flight, barriers."""
     results = _TOKENS // _TOKENS_OF_A_WARP * 2 * _TOKENS_OF_A_WARP * _COLUMNS * 2
     return _STAGES * ((_TOKENS + _ROWS) * _COLUMNS * 2 + 16) + results
 
 
 def num_programs(num_tokens: int, width: int, *, gated: bool) -> int:
-    """That results [num_tokens, width] have work for, at a time or in turn."""
+    """Returns how many CTAs results [num_tokens, width] have tiles for."""
     return _CLUSTER * cdiv(num_tokens, _CLUSTER * _TOKENS) * cdiv(width, _ROWS // (2 if gated else 1))
 
 
 def prompt_kernel(*, gated: bool, added: bool, bias: bool) -> CudaKernel:
-    """The kernel; for matrices of any shape."""
+    """Returns the kernel; it takes matrices of any shape."""
     return cuda_kernel(
         "prompt_product.cu", "multiply", GATED=gated, ADDED=added, BIAS=bias, SHARED_BYTES=shared_bytes()
     )
@@ -70,7 +70,7 @@ def launch_prompt(
 
 
 def _in_aligned_rows(x: Tensor) -> Tensor:
-    """As boxes of it are copied from; rows may lie apart."""
+    """Returns rows that TMA can copy; they may lie apart."""
     row_bytes = x.stride(0) * x.element_size()
     if x.stride(1) == 1 and row_bytes % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0:
         return x

@@ -23,7 +23,7 @@ def wide_kernel(
     adapted: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> CudaKernel:
-    """The kernel; results in `dtype`."""
+    """Returns the kernel; results in `dtype`."""
     assert tile.fits(shape), (shape, tile)
     return cuda_kernel(
         "wide.cu",

@@ -22,7 +22,7 @@ from .weight import Weight, plain, tile_for
 def are_the_choice(
     shapes: Iterable[MatrixShape], num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether layers of these matrices should run so."""
+    """Tells whether layers of these matrices should run fused."""
     return device.type == "cuda" and all(
         isinstance(choose(shape, num_tokens, dtype, device), FUSED) for shape in shapes
     )

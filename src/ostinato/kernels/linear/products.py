@@ -25,7 +25,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def joined(product: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `linear_in_parts` returned, as one: rows [T, out] of `dtype`."""
+    """Adds up split-K partials of `linear_in_parts`: rows [T, out] of `dtype`."""
     return product if product.dim() == 2 else product.sum(0).to(dtype)
 
 
@@ -35,7 +35,7 @@ def linear_in_parts(
     """The same, adapters included, or float32 [parts, T, out] whose sum it is, for a reader that can add
     (`rows.add_rms_norm`, attention of single tokens).
 
-    Several programs may share the columns of a matrix that has too few rows for all of them.
+    Several CTAs may share the columns of a matrix that has too few rows for all of them.
     """
     matrix, tile = plain(weight, "a product"), tile_for(x, weight, gated=False)
     if isinstance(tile, PromptTile) and adapted is None:
@@ -85,13 +85,13 @@ def gated_linear(
 def widens(
     shape: MatrixShape, num_tokens: int, dtype: torch.dtype, device: torch.device, *, adapted: bool
 ) -> bool:
-    """Whether `gated_linear` makes gate and up, a tensor twice as wide as what it returns."""
+    """Tells whether `gated_linear` makes gate and up, a tensor twice as wide as what it returns."""
     tile = choose(shape, num_tokens, dtype, device)
     return isinstance(tile, BESIDE_ADAPTERS if adapted else Library)
 
 
 def adds_in_place(x: Tensor, weight: Weight, adapted: Adapted | None) -> bool:
-    """Whether `add_linear` is the choice for a product that is added to rows."""
+    """Tells whether `add_linear` is the choice for a product that is added to rows."""
     return adapted is None and isinstance(tile_for(x, weight, gated=False), PromptTile)
 
 

@@ -1,17 +1,17 @@
-// A matrix times thousands of tokens: tiles of both come by themselves, and the tensor cores of two teams of four
-// warps read them where they lie.
+// Persistent warp-specialised GEMM for thousands of tokens: one TMA producer, two wgmma consumer warp groups,
+// clusters of 2.
 //
-//     one thread        asks for tiles of 64 columns: 128 tokens, 256 rows of the matrix
-//     two teams         multiply:   [64 tokens, 64 columns] x [64 columns, 256 rows]  ->  sums [64 tokens, 256 rows]
-//     each warp         rounds its 16 tokens' sums, 64 rows at a time, and sends them off
+//     producer           one thread: TMA copies of 64 columns: 128 tokens, 256 rows of the matrix
+//     two warp groups    wgmma:      [64 tokens, 64 columns] x [64 columns, 256 rows]  ->  sums [64 tokens, 256 rows]
+//     epilogue           each warp rounds its 16 tokens' sums, 64 rows at a time, and stores them by TMA
 //
-// A program for each multiprocessor takes tile after tile; the next one's factors come while results of the last one
-// are rounded. Two programs, a cluster, have the same rows of the matrix: each asks for half of them, for both.
+// One CTA per SM takes tile after tile; the next tile's operands are copied during the epilogue of the last one. The
+// two CTAs of a cluster have the same rows of the matrix: each copies half of them, to both (multicast).
 //
-// The second team stays kLead steps behind the first: so one multiplies while the other rounds.
+// The second warp group stays kLead steps behind the first, so that one multiplies during the other's epilogue.
 //
 // GATED: 128 rows of each half of the matrix, so that a thread has gate and up of the same result, which is silu(gate)
-// * up, rounded where steps of their own would round. ADDED: results are added to what is there. Sums are float32.
+// * up, rounded where separate kernels would round. ADDED: results are added to what is there. Sums are float32.
 #include "prompt_product_layout.cuh"
 
 constexpr int kLeadMeeting = 1;
@@ -26,7 +26,7 @@ struct Fetcher {
 
   __device__ __forceinline__ void expect() { expect_bytes(&shared.are_there[place.at], kTokenBytes + kWeightBytes); }
 
-  // Its share of the matrix, of a gated one a half, to both; the other program sends the rest.
+  // Its share of the matrix, of a gated one a half, to both; the other CTA sends the rest.
   __device__ __forceinline__ void weights(int column, int step) {
     const int row = column + rank * (GATED ? half_of_matrix : kShare);
     char* const to = shared.weights[place.at] + rank * (kShare * 128);
@@ -87,7 +87,7 @@ struct Team {
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
   __device__ __forceinline__ int warp() const { return threadIdx.x / 32; }
 
-  // To all programs of the cluster, for all send to this one's places.
+  // To all CTAs of the cluster, for all send to this one's places.
   __device__ __forceinline__ void say_read(int at) const {
     if (threadIdx.x % 128 < kCluster) arrive_at(&shared.are_read[at], threadIdx.x % 128);
   }
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncwarp();
   arrive_at_cluster();
   wait_for_cluster();
-  // Only what others give up can be taken: for more, the teams would wait without end.
+  // Only what others give up can be taken: for more, the warp groups would wait without end.
   static_assert(kTeams * 240 + 24 <= 65536 / kThreads / 8 * 8 * (kTeams + 1), "registers that the launch brings");
   if (threadIdx.x < kMultiplying) {
     take_registers<240>();

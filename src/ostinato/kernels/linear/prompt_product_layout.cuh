@@ -1,15 +1,15 @@
-// What programs of prompt_product.cu work on, in which order, and their shared memory.
+// What CTAs of prompt_product.cu work on, in which order, and their shared memory.
 #pragma once
 #include "warpgroup.cuh"
 
-constexpr int kCluster = 2;                    // programs
+constexpr int kCluster = 2;                    // CTAs
 constexpr int kTeams = 2;                      // of four warps, which multiply 64 tokens each
-constexpr int kTokens = kTeams * 64;           // of a program
+constexpr int kTokens = kTeams * 64;           // of a CTA
 constexpr int kRows = 256;                     // of the matrix; of a gated one 128 of each half
-constexpr int kShare = kRows / kCluster;       // of these, what a program asks for
-constexpr int kResults = kRows / (GATED + 1);  // columns of a program's results
+constexpr int kShare = kRows / kCluster;       // of these, what a CTA asks for
+constexpr int kResults = kRows / (GATED + 1);  // columns of a CTA's results
 constexpr int kStages = 4;                     // tiles of 64 columns that are there or on their way
-constexpr int kLead = 2;                       // steps that the first team is ahead
+constexpr int kLead = 2;                       // steps that the first warp group is ahead
 constexpr int kMultiplying = kTeams * 128;     // threads
 constexpr int kThreads = kMultiplying + 128;   // of the others one asks for copies
 constexpr int kWarps = kMultiplying / 32;

@@ -1,6 +1,6 @@
 """The kernel of a matrix that no table knows, by rules taken from the tables of those that were measured.
 
-What a program gets follows from how many programs the GPU has room for at a time:
+What a CTA gets follows from how many CTAs the GPU has room for at a time:
 
     tokens        1                2 to 16                    17 to 64       65 to 256
     small matrix  cuda_gemv        fragments                  wide           skinny
@@ -42,30 +42,30 @@ _MOST_SKINNY_TOKENS = 256
 FEWEST_PROMPT_TOKENS = 4096
 """Of `prompt`: the largest step of an engine by default, and where it was measured to win."""
 _SMALL_BYTES = 120 << 10
-"""For each multiprocessor: a matrix of so many, and what is fetched of the next one, fit on the chip."""
+"""For each SM: a matrix of so many, and what is fetched of the next one, fit on the chip."""
 _ROWS_OF_A_HEAD = 1 << 15
 """At least: no other matrix of a model has so many."""
 _GEMV_BLOCKS = (4096, 2048, 1024, 512)
 _MOST_WASTE = 0.07
 """Of the lanes of a GEMV, where columns are no multiple of what it takes at a time."""
 _GEMV_ELEMENTS = 8192
-"""Of a program: 64 for each thread."""
+"""Of a CTA: 64 for each thread."""
 _OTHER_GEMV_REGISTERS = 48
 """Of a thread of `cuda_gemv`, beside those that hold its weights and its columns of the token."""
 _HELD, _HELD_OF_SMALL = 128, 192
-"""Registers that hold weights: a small matrix is asked for at once, of a large one more programs follow."""
+"""Registers that hold weights: a small matrix is asked for at once, of a large one more CTAs follow."""
 _FRAGMENTS_COLUMNS = 1024
-"""Every program reads its columns of all tokens: a matrix that has more must be half as small."""
+"""Every CTA reads its columns of all tokens: a matrix that has more must be half as small."""
 STREAMED_REGISTERS = {8: 64, 16: 96}
 """By the tokens that it is compiled for."""
 _STREAMED_WARPS, _STREAMED_COLUMNS = 9.5, 256
-"""For each multiprocessor, at least, and of a warp, at least."""
+"""For each SM, at least, and of a warp, at least."""
 STREAMED_DEPTHS = [(128, 3, 8), (256, 2, 8), (128, 3, 6), (128, 2, 4), (128, 4, 12), (64, 5, 8), (64, 3, 4)]
 """Columns, chunks and steps ahead."""
 _MOST_WIDE_COLUMNS = 768
 """That are there or on their way, where there are as many slots of tokens as of weights."""
 _RESERVED_BYTES = 1 << 10
-"""Of a multiprocessor's shared memory, for each program beside what the program asks for."""
+"""Of a SM's shared memory, for each CTA beside what the CTA asks for."""
 
 
 def tile_by_rule(shape: MatrixShape, num_tokens: int, gpu: Gpu, *, cuda: bool, format: str = PLAIN) -> Tile:
@@ -105,7 +105,7 @@ register(Rule("linear", PLAIN, None, _elsewhere, (H200,), _ADVICE))
 
 
 def _prompt(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> PromptTile | None:
-    """What is gated or makes rows no longer, and leaves few multiprocessors idle."""
+    """Chooses `prompt` for matrices that are gated or make rows no longer, if few SMs stay idle."""
     tile = PromptTile()
     programs = cuda_prompt.num_programs(num_tokens, shape.out_features, gated=shape.gated)
     wins = shape.gated or shape.out_features <= shape.in_features
@@ -113,7 +113,7 @@ def _prompt(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> PromptTile | None:
 
 
 def weight_bytes(shape: MatrixShape) -> int:
-    """Of the whole matrix."""
+    """Returns the size of the whole matrix."""
     return shape.out_features * shape.in_features * 2 * _halves(shape)
 
 
@@ -126,7 +126,7 @@ def _is_small(shape: MatrixShape, gpu: Gpu, share: float = 1) -> bool:
 
 
 def gemv_tile(shape: MatrixShape, gpu: Gpu) -> GemvTile:
-    """Of `triton_gemv`: whole rows if they leave few lanes idle, else as many columns as do."""
+    """Returns the tile of `triton_gemv`: whole rows if few lanes stay idle, else as many columns as do."""
 
     def waste(block: int) -> float:
         return cdiv(shape.in_features, block) * block / shape.in_features - 1
@@ -166,7 +166,7 @@ def _cuda_gemv(shape: MatrixShape, gpu: Gpu) -> CudaGemvTile | None:
 
 @cache
 def _fragments(shape: MatrixShape, tokens: int, gpu: Gpu) -> FragmentsTile | None:
-    """A program for each multiprocessor, with many rows, so that few read the same columns of the tokens."""
+    """A CTA for each SM, with many rows, so that few read the same columns of the tokens."""
     is_long = shape.in_features > _FRAGMENTS_COLUMNS
     if not _is_small(shape, gpu, share=0.5 if is_long else 1):
         return None
@@ -199,17 +199,17 @@ def _streamed(shape: MatrixShape, tokens: int, gpu: Gpu) -> StreamedTile | None:
 
 
 def _streamed_in(shape: MatrixShape, tokens: int, gpu: Gpu, ways: int) -> Iterator[StreamedTile]:
-    """Tiles whose columns are shared in so many ways: by programs, where rows are few, else by warps."""
+    """Tiles whose columns are shared in so many ways: by CTAs, where rows are few, else by warps."""
     if shape.gated or shape.in_features >= shape.out_features:
         slices = min(ways, 8)
-    else:  # with more tokens to read, programs have more rows and fewer columns
+    else:  # with more tokens to read, CTAs have more rows and fewer columns
         slices = 1 if tokens == 8 else max(1, ways // 2)
     shares = ways // slices
     few_rows = 32 if shape.gated and tokens == 8 else 64
     best_rows = 128 // shares if slices == 1 and not shape.gated else few_rows
     depths = sorted(STREAMED_DEPTHS, key=lambda depth: depth[2] != (12 if ways == 1 else 8))
     all_rows = (best_rows, 48, 32, 16, 128)
-    # As many beside each other as there are of a multiprocessor, as far as there is room.
+    # As many beside each other as there are of a SM, as far as there is room.
     for rows, beside, (chunk, slots, ahead) in product(all_rows, (4, 3, 2, 1), depths):
         tile = StreamedTile(rows, slices, shares, chunk, slots, ahead, STREAMED_REGISTERS[tokens])
         programs = shape.out_features // rows * slices
@@ -225,7 +225,7 @@ def _streamed_in(shape: MatrixShape, tokens: int, gpu: Gpu, ways: int) -> Iterat
 
 @cache
 def _wide(shape: MatrixShape, tokens: int, gpu: Gpu) -> WideTile | None:
-    """A program for each multiprocessor; rather some with two than half of them with none."""
+    """A CTA for each SM; rather some with two than half of them with none."""
     found: dict[WideTile, tuple[float, ...]] = {}
     is_deep = shape.out_features > shape.in_features >= 2048 or shape.in_features > 8192
     for all_rows, slices in product((64, 128, 256), (1, 2, 4, 8)):
@@ -253,7 +253,7 @@ def _wide_in(tile: WideTile, shape: MatrixShape, most: int) -> WideTile | None:
 
 
 def wide_with_most_slots(tile: WideTile, shape: MatrixShape, room: int) -> WideTile | None:
-    """As many for weights as for tokens; None if two do not fit."""
+    """Returns the tile with most slots, as many for weights as for tokens; None if two do not fit."""
     steps = shape.in_features // (tile.slices * tile.columns)
     for slots in range(min(steps, _MOST_WIDE_COLUMNS // tile.columns), 1, -1):
         other = replace(tile, weight_slots=slots, token_slots=slots)
@@ -279,7 +279,7 @@ def _skinny(shape: MatrixShape, num_tokens: int, gpu: Gpu, is_head: bool) -> Ski
 
 
 def _skinny_of_few(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> SkinnyTile | None:
-    """64 rows, 128 columns at a time, and as many parts as make a program for each multiprocessor."""
+    """64 rows, 128 columns at a time, and as many parts as make a CTA for each SM."""
     tokens = next(size for size in (16, 32, 64) if num_tokens <= size)
     block = 64 if shape.gated and tokens > 16 else 128
     parts = _most_parts(shape, cdiv(shape.out_features, 64), gpu)
@@ -288,7 +288,7 @@ def _skinny_of_few(shape: MatrixShape, num_tokens: int, gpu: Gpu) -> SkinnyTile 
 
 
 def _most_parts(shape: MatrixShape, blocks: int, gpu: Gpu) -> int:
-    """That so many blocks of rows can be divided into; only what is added to something has any."""
+    """Returns the most split-K parts for so many blocks of rows; only what is added to something has any."""
     parts = 1
     while (
         not shape.gated
@@ -304,7 +304,7 @@ def _most_parts(shape: MatrixShape, blocks: int, gpu: Gpu) -> int:
 def skinny_with_most_stages(
     tile: SkinnyTile, shape: MatrixShape, num_tokens: int, gpu: Gpu
 ) -> SkinnyTile | None:
-    """For one program of a multiprocessor or, where there are more, two; None if two stages do not fit."""
+    """For one CTA of a SM or, where there are more, two; None if two stages do not fit."""
     programs = cdiv(num_tokens, tile.tokens) * cdiv(shape.out_features, tile.rows) * tile.parts
     most_bytes = gpu.shared_bytes // (1 if programs <= gpu.multiprocessors else 2) - 2 * _RESERVED_BYTES
     most = min(most_bytes // skinny_bytes(tile, shape), 6, shape.in_features // tile.parts // tile.block)
@@ -312,10 +312,10 @@ def skinny_with_most_stages(
 
 
 def skinny_bytes(tile: SkinnyTile, shape: MatrixShape) -> int:
-    """Of the shared memory of a program."""
+    """Returns the shared memory of a CTA."""
     return tile.num_stages * tile.block * (tile.rows * _halves(shape) + tile.tokens) * 2
 
 
 def room(gpu: Gpu, beside: int) -> int:
-    """Shared memory for each of so many programs of a multiprocessor."""
+    """Shared memory for each of so many CTAs of a SM."""
     return (gpu.shared_bytes + _RESERVED_BYTES) // beside - _RESERVED_BYTES

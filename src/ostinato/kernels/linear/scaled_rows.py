@@ -37,14 +37,14 @@ class ScaledRows(NamedTuple):
 def are_the_choice(
     shapes: Iterable[MatrixShape], num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether layers of these matrices should run so."""
+    """Tells whether layers of these matrices should run with deferred norms."""
     return device.type == "cuda" and all(
         isinstance(choose(shape, num_tokens, dtype, device), WideTile) for shape in shapes
     )
 
 
 def scale(rows: Tensor, norm_weight: Tensor) -> ScaledRows:
-    """What no layer has left: rows [T, H] and what the first layer needs of its norm."""
+    """Prepares rows [T, H] for the first layer, which no layer has scaled."""
     if rows.is_cuda:
         from ..norms.triton_rows import scale_rows
 

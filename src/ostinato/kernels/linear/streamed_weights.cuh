@@ -15,7 +15,7 @@
 constexpr int kTileRows = GATED ? 8 : 16;  // results of a warp
 constexpr int kTiles = ROWS / kTileRows;
 constexpr int kThreads = kTiles * SHARES * 32;
-constexpr int kSlice = IN / SLICES;        // columns of a program
+constexpr int kSlice = IN / SLICES;        // columns of a CTA
 constexpr int kColumns = kSlice / SHARES;  // of a warp
 constexpr int kChunks = kColumns / CHUNK;
 constexpr int kSteps = CHUNK / 32;

@@ -1,4 +1,4 @@
-"""How a linear layer can be run: the kernels, and what a program of each takes as its work.
+"""How a linear layer can be run: the kernels, and what a CTA of each takes as its work.
 
 Which of them a layer gets follows from its shape and the number of tokens: see `choice`.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 MOST_REGISTERS = 255
 """Of a thread."""
 MOST_SHARED_BYTES = 227 << 10
-"""Of a program, where kernels in CUDA C++ run."""
+"""Of a CTA, where kernels in CUDA C++ run."""
 _MOST_PROGRAMS_OF_A_CLUSTER, _MOST_WARPS, _REGISTERS_OF_A_MULTIPROCESSOR = 8, 32, 65536
 _FEWEST_REGISTERS = 32
 _OTHER_REGISTERS = 24
@@ -25,9 +25,9 @@ WIDTHS = (16, 32, 40, 48, 64)
 
 
 def _fit_registers(registers: int, num_warps: int) -> bool:
-    """Whether so many for each thread of a program are to be had.
+    """Tells whether each thread of a CTA can have so many registers.
 
-    The GPU gives them out by eights, and each quarter of a multiprocessor has its own for every fourth warp.
+    The GPU gives them out by eights, and each quarter of a SM has its own for every fourth warp.
     """
     of_program = -(-registers // 8) * 8 * 32 * (-(-num_warps // 4) * 4)
     return _FEWEST_REGISTERS <= registers <= MOST_REGISTERS and of_program <= _REGISTERS_OF_A_MULTIPROCESSOR
@@ -43,7 +43,7 @@ class MatrixShape(NamedTuple):
 
 @dataclass(frozen=True)
 class GemvTile:
-    """The work of a program of `triton_gemv`, which takes one token."""
+    """The work of a CTA of `triton_gemv`, which takes one token."""
 
     rows: int
     """Rows of the matrix."""
@@ -59,7 +59,7 @@ class CudaGemvTile:
     rows: int
     """Rows of the matrix that a warp takes, of each half if it is gated."""
     num_warps: int
-    """Of a program."""
+    """Of a CTA."""
     registers: int
     """Of a thread, at most."""
 
@@ -68,7 +68,7 @@ class CudaGemvTile:
         return self.rows * (2 if shape.gated else 1) * shape.in_features // 64
 
     def fits(self, shape: MatrixShape) -> bool:
-        """Whether the matrix can be divided like that, and a thread hold its part."""
+        """Tells whether the matrix can be divided like that, and a thread hold its part."""
         return (
             shape.in_features % 256 == 0
             and shape.out_features % (self.rows * self.num_warps) == 0
@@ -81,14 +81,14 @@ class CudaGemvTile:
 
 @dataclass(frozen=True)
 class FragmentsTile:
-    """The work of a program of `cuda_fragments`."""
+    """The work of a CTA of `cuda_fragments`."""
 
     rows: int
     """Rows of the matrix, of each half if it is gated."""
     slices: int
-    """Programs, neighbours in a cluster, that share the columns."""
+    """CTAs, neighbours in a cluster, that share the columns."""
     num_warps: int
-    """Of a program; they share its columns."""
+    """Of a CTA; they share its columns."""
     held: int
     """Tiles of 8 rows that stay in registers; the others wait in shared memory."""
     registers: int
@@ -111,7 +111,7 @@ class FragmentsTile:
         return staged * 16 + (parts + tokens * from_cluster + self.slices * tokens) * 4 + 16
 
     def fits(self, shape: MatrixShape) -> bool:
-        """Whether the matrix can be divided like that."""
+        """Tells whether the matrix can be divided like that."""
         per_warp, rest = divmod(shape.in_features, self.slices * self.num_warps)
         rows = self.rows * (2 if shape.gated else 1)
         return (
@@ -129,14 +129,14 @@ class FragmentsTile:
 
 @dataclass(frozen=True)
 class StreamedTile:
-    """The work of a program of `cuda_streamed`; a warp takes 16 rows of the matrix, 8 of each half."""
+    """The work of a CTA of `cuda_streamed`; a warp takes 16 rows of the matrix, 8 of each half."""
 
     rows: int
     """Rows of the matrix, of each half if it is gated."""
     slices: int
-    """Programs, neighbours in a cluster, that share the columns."""
+    """CTAs, neighbours in a cluster, that share the columns."""
     shares: int
-    """Warps of a program that share its columns of a row."""
+    """Warps of a CTA that share its columns of a row."""
     chunk: int
     """Columns of each share for which tokens come at a time."""
     slots: int
@@ -147,7 +147,7 @@ class StreamedTile:
     """Of a thread, at most."""
 
     def num_warps(self, shape: MatrixShape) -> int:
-        """Of a program."""
+        """Returns the warps of a CTA."""
         return self.rows // (8 if shape.gated else 16) * self.shares
 
     @staticmethod
@@ -171,7 +171,7 @@ class StreamedTile:
         return max(weights, -(-parts // 16) * 16) + norm_weight + chunks + from_cluster + sums + 16
 
     def fits(self, shape: MatrixShape) -> bool:
-        """Whether the matrix can be divided like that."""
+        """Tells whether the matrix can be divided like that."""
         warps = self.num_warps(shape)
         return (
             self.rows % (8 if shape.gated else 16) == 0
@@ -189,7 +189,7 @@ class StreamedTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """The work of a program of `cuda_wide`."""
+    """The work of a CTA of `cuda_wide`."""
 
     tokens: int
     rows: int
@@ -201,15 +201,15 @@ class WideTile:
     token_slots: int
     """The same of the tokens."""
     slices: int = 1
-    """Programs of a cluster that share the columns."""
+    """CTAs of a cluster that share the columns."""
 
     @property
     def owned(self) -> int:
-        """Tokens that a program of a cluster finishes; the last one perhaps fewer."""
+        """Tokens that a CTA of a cluster finishes; the last one perhaps fewer."""
         return -(-self.tokens // (self.slices * 4)) * 4
 
     def num_threads(self, shape: MatrixShape) -> int:
-        """Of a program: those that multiply, and a warp that fetches."""
+        """Returns the threads of a CTA: those that multiply, and a TMA producer warp."""
         return self.rows * (2 if shape.gated else 1) * 2 + 32
 
     def shared_bytes(self, shape: MatrixShape, num_tokens: int = 0, *, norm: bool) -> int:
@@ -223,7 +223,7 @@ class WideTile:
         return max(rings, self.slices * part) + from_cluster + squares + counts
 
     def fits(self, shape: MatrixShape) -> bool:
-        """Whether the matrix can be divided like that."""
+        """Tells whether the matrix can be divided like that."""
         steps, rest = divmod(shape.in_features, self.slices * self.columns)
         rows = self.rows * (2 if shape.gated else 1)
         return (
@@ -244,10 +244,10 @@ class WideTile:
 
 @dataclass(frozen=True)
 class PromptTile:
-    """The work of a program of `cuda_prompt`: the same for all matrices."""
+    """The work of a CTA of `cuda_prompt`: the same for all matrices."""
 
     def fits(self, shape: MatrixShape) -> bool:
-        """Whether the matrix can be divided like that: any whose rows, and those of results, are aligned."""
+        """Tells whether rows of the matrix, and of results, are aligned."""
         return (
             shape.in_features % _ELEMENTS_OF_16_BYTES == 0 and shape.out_features % _ELEMENTS_OF_16_BYTES == 0
         )
@@ -255,7 +255,7 @@ class PromptTile:
 
 @dataclass(frozen=True)
 class SkinnyTile:
-    """The work of a program of `triton_skinny`."""
+    """The work of a CTA of `triton_skinny`."""
 
     tokens: int
     rows: int
@@ -265,7 +265,7 @@ class SkinnyTile:
     num_warps: int
     num_stages: int
     parts: int = 1
-    """Programs that share the columns; the reader of the result adds their parts."""
+    """CTAs that share the columns; the reader of the result adds their parts."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """A matrix times one token's row. Reading the weights is all the work; everything else hides behind it.
 
-A program takes a few rows of the matrix, as much of them as fits into registers before it waits for the
+A CTA takes a few rows of the matrix, as much of them as fits into registers before it waits for the
 previous kernel. What comes in may be normalised (`norm`); what goes out may be gated (`gated`: silu(first
 half) * second half) and added to the residual. The norm's factor is one number per token, so it is applied to
 the result, after the product.

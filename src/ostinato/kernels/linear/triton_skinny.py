@@ -2,7 +2,7 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """A matrix times some dozens of tokens: the weights stream by once, the tensor cores take all tokens at once.
 
-A program takes a block of the matrix's rows and a block of the tokens; the larger of the two lies along the
+A CTA takes a block of the matrix's rows and a block of the tokens; the larger of the two lies along the
 longer side of the tensor cores. With `parts` > 1 the columns are shared too:
 
     columns      | part 0 | part 1 | ...      each its own product, float32 [parts, T, out]
@@ -34,7 +34,7 @@ MOST_SLOTS_AS_COLUMNS = 16
 
 @triton.jit
 def _load_tile(places, mask, even: tl.constexpr):
-    """What is at `places`; zeros where `mask` is false, which it never is in an even division of work."""
+    """Loads `places`; zeros where `mask` is false, which it never is in an even division of work."""
     if even:
         return tl.load(places)
     return tl.load(places, mask=mask, other=0.0)
@@ -52,7 +52,7 @@ def _multiply(w, v, acc, turned: tl.constexpr):
 
 @triton.jit
 def _slot_of(blocks, block, num_blocks):
-    """Of a block of adapters' tokens; -1 if there is none, or if the block before has the same."""
+    """Returns the slot of a block of tokens; -1 if there is none, or if the block before has the same."""
     slot = tl.load(blocks + tl.minimum(block, num_blocks - 1))
     before = tl.load(blocks + tl.maximum(tl.minimum(block, num_blocks) - 1, 0))
     return tl.where((block < num_blocks) & ((block == 0) | (slot != before)), slot, -1)
@@ -124,7 +124,7 @@ def _with_adapters(
 
 @triton.jit
 def _count_of_slots(blocks, num_blocks):
-    """That tokens have: of 16 at most, with more they are no columns."""
+    """Counts the slots that tokens have: at most 16, more are never columns."""
     place = tl.arange(0, 16)
     slot = tl.load(blocks + 3 * num_blocks + place, mask=place < num_blocks, other=-1)
     return tl.sum((slot >= 0).to(tl.int32), 0)
@@ -163,7 +163,7 @@ def _left_in_columns(
     room: tl.constexpr,
     splits: tl.constexpr,
 ):
-    """What is left of each token, in the columns of its own slot; NaN for a broken one."""
+    """Places each token's ranks into the columns of its own slot; NaN for a broken one."""
     is_own = (has_slot[:, None] == slot[None, :]) & (slot >= 0)[None, :]
     v = tl.zeros([token.shape[0], 64], tl.float32)
     for split in tl.static_range(splits):
@@ -209,7 +209,7 @@ def _skinny(
     in_rows = n < out_features
     second = weight + out_features * in_features
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    # Surplus tokens are masked: all programs reading one row in their place would queue up for it.
+    # Surplus tokens are masked: all CTAs reading one row in their place would queue up for it.
     real = (token < num_tokens)[:, None]
     place = n[:, None] * in_features + part * columns
     source = token.to(tl.int64)[:, None] * in_features + part * columns

@@ -1,23 +1,21 @@
-// A matrix times dozens of tokens: both come as tiles, by themselves, and the tensor cores of four warps
-// read them where they lie.
+// Warp-specialised GEMM for dozens of tokens: one TMA producer, wgmma consumer warp groups, split-K in a cluster.
 //
-// A program owns ROWS rows of the matrix (of a gated one: ROWS of each half) and TOKENS tokens. One thread asks for
-// tiles of COLUMNS columns, as far ahead as there are places; the first weights before the wait for the previous
-// kernel. Each four warps multiply 64 of the rows with all tokens.
+// A CTA owns ROWS rows of the matrix (GATED: ROWS of each half) and TOKENS tokens. The producer thread copies tiles of
+// COLUMNS columns into rings of WEIGHT_SLOTS and TOKEN_SLOTS; the first weights before the wait for the previous
+// kernel. Each warp group multiplies 64 of the rows with all tokens.
 //
 //     [64 rows, COLUMNS] x [COLUMNS, TOKENS]  ->  sums [rows, tokens]
 //
-// What a multiprocessor takes in is what takes time: weights once, but the tokens again for every program. With
-// SLICES > 1 programs of a cluster share the columns, and so can have more rows each: they send their sums to the one
-// that finishes those tokens, which counts the bytes that come.
+// Copies bound the time: weights once, but the tokens again for every CTA. With SLICES > 1 the CTAs of a cluster split
+// the columns, and so can have more rows each: they send their split-K partials to the CTA that finishes those tokens,
+// which counts the bytes that come.
 //
-// A norm may be left half done between two of these kernels. ADDED: results are added to rows that are there; what
-// the next layer multiplies with are these sums times the norm's weight, and the sums' squares are added for every 64
-// rows of the matrix. SCALED: the tokens come like that, and the norm's factor, one number per token, is applied to
-// the results.
+// A norm may be deferred between two of these kernels. ADDED: results are added to rows that are there; the next layer
+// multiplies these sums times the norm's weight, and the sums' squares are added up for every 64 rows of the matrix.
+// SCALED: the tokens come like that, and the norm's factor, one number per token, is applied to the results.
 //
-// ADAPTED: adapters add to the sums of the first slice (low_rank.cuh) when half of the columns are multiplied:
-// shrink.cu runs meanwhile, and the tiles of the other half are coming. GATED: silu(first half) * second half. Sums
+// ADAPTED: LoRA is added to the sums of the first slice (low_rank.cuh) when half of the columns are multiplied:
+// shrink.cu runs meanwhile, and the tiles of the other half are in flight. GATED: silu(first half) * second half. Sums
 // are float32 and rounded once.
 #include "low_rank.cuh"
 #include "wide_results.cuh"
@@ -144,7 +142,7 @@ __device__ __forceinline__ void exchange_sums(Shared& shared, const Work& work) 
 }
 
 #if ADAPTED && TOKENS <= 32 && ROWS * (GATED + 1) >= 256
-#define LIMITED __maxnreg__(72)  // programs of shrink.cu should fit beside these
+#define LIMITED __maxnreg__(72)  // CTAs of shrink.cu should fit beside these
 #else
 #define LIMITED __launch_bounds__(kThreads)
 #endif
@@ -229,5 +227,5 @@ extern "C" __global__ void LIMITED
     if (!kSendsFromRegisters) arrive_at_cluster();
   }
   finish(shared, work, residual, {out, scaled, new_squares, bias, num_tokens, out_features});
-  if (SLICES > 1 && !kSendsFromRegisters) wait_for_cluster();  // the copies of this program's memory have arrived
+  if (SLICES > 1 && !kSendsFromRegisters) wait_for_cluster();  // the copies of this CTA's memory have arrived
 }

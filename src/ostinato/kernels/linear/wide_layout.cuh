@@ -1,4 +1,4 @@
-// What a program of wide.cu works on, and its shared memory.
+// What a CTA of wide.cu works on, and its shared memory.
 #pragma once
 #include "linear_layer.cuh"
 #include "warpgroup.cuh"
@@ -10,12 +10,12 @@ constexpr int kMultiplying = kGroups * 128;  // threads
 constexpr int kThreads = kMultiplying + 32;
 constexpr int kBoxes = COLUMNS / 64;  // beside each other, of a tile
 constexpr int kSteps = IN / SLICES / COLUMNS;
-constexpr int kOwned = (TOKENS + SLICES * 4 - 1) / (SLICES * 4) * 4;  // tokens that a program of the cluster finishes
+constexpr int kOwned = (TOKENS + SLICES * 4 - 1) / (SLICES * 4) * 4;  // tokens that a CTA of the cluster finishes
 constexpr int kWeightBox = kMatrixRows * 128, kTokenBox = TOKENS * 128;
 constexpr int kWeightBytes = kBoxes * kWeightBox, kTokenBytes = kBoxes * kTokenBox;
 constexpr int kRingBytes = WEIGHT_SLOTS * kWeightBytes + TOKEN_SLOTS * kTokenBytes;
 constexpr int kStride = kOwned + (kOwned % 8 == 0 ? 4 : 0);  // what a warp reads at once is in different banks
-constexpr int kPart = kMatrixRows * kStride;                 // sums for one program to finish
+constexpr int kPart = kMatrixRows * kStride;                 // sums for one CTA to finish
 constexpr int kShares = kMultiplying / kOwned;               // threads for the squares of a token
 
 struct Shared {
@@ -30,10 +30,10 @@ struct Shared {
   __device__ __forceinline__ char* weights(int slot) { return rings + slot * kWeightBytes; }
   __device__ __forceinline__ char* tokens(int slot) { return rings + WEIGHT_SLOTS * kWeightBytes + slot * kTokenBytes; }
 
-  // Sums of this program's columns, for the program that finishes those tokens.
+  // Sums of this CTA's columns, for the CTA that finishes those tokens.
   __device__ __forceinline__ float* sums_for(int owner) { return (float*)rings + owner * kPart; }
 
-  // Where a program finds the sums of another slice's columns for its own tokens.
+  // Where a CTA finds the sums of another slice's columns for its own tokens.
   __device__ __forceinline__ float* sums_from(int slice, int owner) {
     return from_cluster + (slice - (slice > owner)) * kPart;
   }
@@ -46,7 +46,7 @@ static_assert(WEIGHT_SLOTS > 1 && TOKEN_SLOTS > 1, "a place is free again when t
 static_assert(kOwned * (SLICES - 1) < TOKENS, "every program of the cluster finishes some");
 static_assert(!ADDED || ROWS % 64 == 0, "squares are added by warps");
 
-// Which of the work is this program's.
+// Which of the work is this CTA's.
 struct Work {
   int slice;  // its number in the cluster
   int first_row, first_column, first_step;
@@ -65,11 +65,11 @@ struct Work {
     own_tokens = min(kOwned, tokens_here - slice * kOwned);
   }
 
-  // Programs begin with different columns and go round: in step, all would ask the same channels of the memory.
+  // CTAs begin with different columns and go round: in step, all would ask the same channels of the memory.
   __device__ __forceinline__ int column_of(int step) const {
     return first_column + (first_step + step) % kSteps * COLUMNS;
   }
 };
 
-// Where the sums of a row are among those of a program: odd rows apart, so that pairs are read without conflicts.
+// Where the sums of a row are among those of a CTA: odd rows apart, so that pairs are read without conflicts.
 __device__ __forceinline__ int place_of(int half, int row) { return half * ROWS + row % 2 * (ROWS / 2) + row / 2; }

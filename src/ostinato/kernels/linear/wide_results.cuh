@@ -15,7 +15,7 @@ __device__ __forceinline__ void for_own_items(int own_tokens, F f) {
   }
 }
 
-// The squares of the tokens that a program finishes: each thread that multiplies has a share of one token's.
+// The squares of the tokens that a CTA finishes: each thread that multiplies has a share of one token's.
 struct Squares {
   float asked[SCALED ? kSquares : 1];
 

@@ -4,10 +4,10 @@ Tokens of one slot are taken in blocks:
 
     tokens                  1      2 to 64    to 256    more
     of a block              1      8          16        64
-    columns of a program    512    512        1,024     all     of `a`; each program has sums of its own
+    columns of a CTA    512    512        1,024     all     of `a`; each CTA has sums of its own
 
-How many blocks there are is known on the device alone. Most slots are empty in most steps, and a program for
-every block that there might be would cost more than the work: so few programs take blocks in turn.
+How many blocks there are is known on the device alone. Most slots are empty in most steps, and a CTA for
+every block that there might be would cost more than the work: so few CTAs take blocks in turn.
 """
 
 from collections.abc import Hashable, Iterable
@@ -25,20 +25,20 @@ _MOST_SPLITS = 32
 
 
 class Division(NamedTuple):
-    """The work of the programs that multiply tokens with `a`."""
+    """The work of the CTAs that multiply tokens with `a`."""
 
     tokens: int
     """Of a block."""
     columns: int
     """At a time."""
     splits: int
-    """Programs that share the columns; whoever reads their sums adds them, in order."""
+    """CTAs that share the columns; whoever reads their sums adds them, in order."""
     num_stages: int
-    """Columns that are on their way: 1 where all of a program's are, in registers, before it waits."""
+    """Columns that are on their way: 1 where all of a CTA's are, in registers, before it waits."""
 
 
 def tokens_together(num_tokens: int) -> int:
-    """Of a block."""
+    """Returns the tokens of a block."""
     if num_tokens == 1:
         return 1  # for which tensor cores would only cost shared memory, of which a GEMV leaves little
     if num_tokens <= _FEW_TOKENS:
@@ -47,18 +47,18 @@ def tokens_together(num_tokens: int) -> int:
 
 
 def num_blocks(num_tokens: int, num_slots: int) -> int:
-    """That tokens can be in, whatever slots they have: the last of each slot may not be full."""
+    """Returns the most blocks that tokens can be in: the last of each slot may not be full."""
     size = tokens_together(num_tokens)
     return min(num_tokens, num_tokens // size + min(num_slots, num_tokens))
 
 
 def programs_for_blocks(num_tokens: int, num_slots: int) -> int:
-    """That take blocks in turn."""
+    """Returns the CTAs that take blocks in turn."""
     return min(num_blocks(num_tokens, num_slots), max(8, num_tokens // tokens_together(num_tokens) + 4))
 
 
 def division(num_tokens: int, in_features: int) -> Division:
-    """For few tokens many programs with few columns each: nothing but latency takes time there."""
+    """For few tokens many CTAs with few columns each: nothing but latency takes time there."""
     size = tokens_together(num_tokens)
     if size > 16:
         return Division(size, 128, 1, num_stages=3)
@@ -71,7 +71,7 @@ register(Rule("lora", PLAIN, None, division, (H200,)))
 
 
 def blocks_together(num_tokens: int, num_blocks: int) -> int:
-    """That a program which finds blocks describes, for each chunk of tokens."""
+    """Returns the blocks that a CTA of `lora_group` describes, for each chunk of tokens."""
     return max(16, next_power_of_2(cdiv(num_blocks, cdiv(num_tokens, TOKENS_TO_COUNT))))
 
 

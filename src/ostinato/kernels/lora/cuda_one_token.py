@@ -15,7 +15,7 @@ _REGISTERS_FOR_WEIGHTS = 64
 
 
 def is_the_choice(x: Tensor) -> bool:
-    """Whether rows x [T, in] should run so."""
+    """Tells whether rows x [T, in] should run so."""
     return (
         compiled.is_supported(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -25,7 +25,7 @@ def is_the_choice(x: Tensor) -> bool:
 
 
 def shared_bytes(width: int) -> int:
-    """As `sizeof(Shared)` there."""
+    """Returns `sizeof(Shared)` of `one_token.cu`."""
     return (_CLUSTER + 1) * width * 4 + 16
 
 
@@ -38,7 +38,7 @@ def one_token_kernel(
     norm: bool,
     dtype: torch.dtype = torch.bfloat16,
 ) -> CudaKernel:
-    """The kernel for a stack of adapters: `width` ranks of all parts, `room` of each."""
+    """Returns the kernel for a stack of adapters: `width` ranks of all parts, `room` of each."""
     pieces = cdiv(in_features, _CLUSTER * 256)
     return cuda_kernel(
         "one_token.cu",

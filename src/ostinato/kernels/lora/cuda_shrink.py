@@ -18,7 +18,7 @@ _MOST_PROGRAMS_FOR_BLOCKS = 16
 
 
 def is_the_choice(x: Tensor) -> bool:
-    """Whether rows x [T, in] should run so."""
+    """Tells whether rows x [T, in] should run so."""
     return (
         compiled.is_supported(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -28,22 +28,22 @@ def is_the_choice(x: Tensor) -> bool:
 
 
 def slices_of(in_features: int) -> int:
-    """Programs of a cluster that share the columns."""
+    """Returns the CTAs of a cluster, which split the columns."""
     return next(n for n in (1, 2, 4, 8) if n == 8 or in_features <= n * _WARPS * 32 * _STEPS)
 
 
 def compiled_tokens(num_tokens: int) -> int:
-    """Of a block, that it is compiled for; there are never more."""
+    """Returns the tokens of a block that the kernel is compiled for; there are never more."""
     return max(8, tokens_together(num_tokens))
 
 
 def shared_bytes(tokens: int) -> int:
-    """As `sizeof(Shared)` there."""
+    """Returns `sizeof(Shared)` of `shrink.cu`."""
     return (_WARPS + 1) * tokens * _RANKS * 4 + 16
 
 
 def _registers(in_features: int, tokens: int, *, norm: bool) -> int:
-    """Of a thread, at most: a program should fit beside one of `wide`, or it begins when that has ended."""
+    """Returns the registers of a thread: a CTA must fit beside one of `wide`, or it begins behind it."""
     steps = cdiv(in_features, slices_of(in_features) * _WARPS * 32)
     if norm or tokens > 8:  # beside products that leave more
         return 96 if steps <= 2 * _STEPS else 160
@@ -53,7 +53,7 @@ def _registers(in_features: int, tokens: int, *, norm: bool) -> int:
 def shrink_kernel(
     in_features: int, tokens: int, *, norm: bool, dtype: torch.dtype = torch.bfloat16
 ) -> CudaKernel:
-    """The kernel for so many columns, and tokens of a block."""
+    """Returns the kernel for so many columns, and tokens of a block."""
     slices = slices_of(in_features)
     return cuda_kernel(
         "shrink.cu",

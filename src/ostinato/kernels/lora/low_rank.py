@@ -37,7 +37,7 @@ def add(x: Tensor, product: Tensor, stack: Stack, rows: Rows) -> None:
 
 
 def _add_in_torch(x: Tensor, product: Tensor, stack: Stack, rows: Rows) -> None:
-    """The reference, in shapes that do not depend on which adapters a step has."""
+    """Adds as `add` does, in shapes that do not depend on which adapters a step has: the reference."""
     copied = x.size(0) * (stack.a.nbytes + stack.b.nbytes) // stack.num_slots
     if x.size(0) <= 4 * stack.num_slots and copied <= _MOST_GATHERED_BYTES:
         delta = _gathered(x, stack, rows.slots.clamp(min=0).long())

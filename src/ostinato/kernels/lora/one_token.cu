@@ -1,12 +1,12 @@
-// What an adapter adds to a layer's product for one token: b * (a * x), both matrices on the chip before x is known.
+// LoRA for one token: b * (a * x), both matrices in registers before x is known.
 //
-// Programs come in clusters of 8. The programs of a cluster share the columns of a: each multiplies its share of x with
+// CTAs come in clusters of 8. The CTAs of a cluster share the columns of a: each multiplies its share of x with
 // all ranks, and sends the sums to all of the cluster, so that each has what is left of x. Then a thread has rows of b,
-// of which no other program has any.
+// of which no other CTA has any.
 //
-//     columns of a     piece s of lane l of program c: the 8 from ((s * 8 + c) * 32 + l) * 8 on
+//     columns of a     piece s of lane l of CTA c: the 8 from ((s * 8 + c) * 32 + l) * 8 on
 //     ranks            warp w has w, w + WARPS, ...
-//     rows of b        those of a program lie beside each other, one to a thread at a time
+//     rows of b        those of a CTA lie beside each other, one to a thread at a time
 //
 // NORM: x is multiplied with the norm's weight; its factor is applied to the product and to this alike, by who adds
 // them. Nothing is written for a token without an adapter.
@@ -17,7 +17,7 @@ constexpr int kCluster = 8, kThreads = WARPS * 32;
 constexpr int kPieces = (IN + kCluster * 256 - 1) / (kCluster * 256);
 constexpr int kRanksOfWarp = WIDTH / WARPS;
 constexpr int kHeldRanks = kRanksOfWarp < HELD ? kRanksOfWarp : HELD;  // those before the wait
-constexpr int kRows = (OUT + PROGRAMS - 1) / PROGRAMS;                // of a program
+constexpr int kRows = (OUT + PROGRAMS - 1) / PROGRAMS;                // of a CTA
 constexpr int kRowsOfThread = (kRows + kThreads - 1) / kThreads;
 
 static_assert(IN % 8 == 0, "8 columns are loaded at a time");

@@ -1,17 +1,17 @@
-// Tokens times the first matrix of their adapters: from the width of a layer to a few ranks.
+// LoRA's `a`: from the width of a layer to a few ranks, for tokens grouped by slot.
 //
-// A cluster of SLICES programs takes 8 ranks and a block of up to TOKENS (8 or 16) tokens that have the same slot. Its warps share
-// the columns, 32 at a time, as fragments.cu does; the weights of the first block are in registers before the wait
-// for the previous kernel.
+// A cluster of SLICES CTAs takes 8 ranks and a block of up to TOKENS (8 or 16) tokens that have the same slot. Its
+// warps split the columns, 32 at a time, as those of resident_weights.cuh do; the weights of the first block are in
+// registers before the wait for the previous kernel.
 //
 //     columns      | slice 0: warp 0 | warp 1 | ... | slice 1: warp 0 | ...     32 each, and round again
-//     [16 tokens, 32] x [32, 8 ranks]  ->  parts [tokens, ranks] of each warp  ->  of each slice  ->  their sum
+//     [16 tokens, 32] x [32, 8 ranks]  ->  partials [tokens, ranks] of each warp  ->  of each slice  ->  their sum
 //
-// NORM: x is multiplied with the norm's weight; its factor is for who multiplies with the second matrix. Ranks that
-// an adapter has not are left out, beyond the first 16. What a token gets depends on no other token.
+// NORM: x is multiplied with the norm's weight; its factor is applied with `b`. Ranks that an adapter does not
+// have are left out, beyond the first 16. What a token gets depends on no other token.
 //
-// A product that is launched behind this kernel begins with its tokens as soon as this kernel says that they are
-// complete, and waits for what this kernel leaves of them when it needs that (dependent_launch.py).
+// A GEMM launched behind this kernel starts on its tokens as soon as this kernel flags them as complete, and waits for
+// this kernel's results in its middle (dependent_launch.py).
 #include "adapter_rows.cuh"
 #include "linear_layer.cuh"
 
@@ -20,7 +20,7 @@ constexpr int kRanks = 8, kTokens = TOKENS, kHalves = TOKENS / 8;
 constexpr int kColumnsTogether = SLICES * WARPS * 32;
 constexpr int kSteps = (IN + kColumnsTogether - 1) / kColumnsTogether;
 constexpr bool kEven = IN % kColumnsTogether == 0;
-constexpr int kOwned = kTokens / SLICES;  // tokens of a block that this program of the cluster finishes
+constexpr int kOwned = kTokens / SLICES;  // tokens of a block that this CTA of the cluster finishes
 
 static_assert(IN % 32 == 0, "columns are taken in blocks of 32");
 static_assert(kThreads >= kTokens * kRanks, "a thread for each sum");
@@ -102,7 +102,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   wait_for_previous();
   if (is_speaking && threadIdx.x == 0) say_ready(blocks.ready());
 
-  // Blocks without tokens are the last ones; all programs of a cluster have the same.
+  // Blocks without tokens are the last ones; all CTAs of a cluster have the same.
   int lot = 0;
   for (int block = blockIdx.y; work.slot >= 0; block += gridDim.y) {
     if (work.has_ranks) {

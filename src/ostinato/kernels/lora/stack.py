@@ -89,13 +89,13 @@ class Stack:
 
     @property
     def first_rows(self) -> tuple[int, int]:
-        """Of the second and the third part; where there is none, the rows of all."""
+        """Returns the first rows of the second and the third part; where there is none, the rows of all."""
         second = self.parts[0]
         return second, second + (self.parts[1] if len(self.parts) > 1 else 0)
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """Returns the size of all slots."""
         return self.a.nbytes + self.b.nbytes + self.ranks.nbytes
 
     def put(self, slot: int, parts: Sequence[LowRank | None]) -> None:

@@ -2,8 +2,8 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """What `triton_shrink` left, times the second matrix of the adapters, added to a product that is there.
 
-A program takes a block of tokens that have the same slot and some rows of one part. Every result belongs to
-one program.
+A CTA takes a block of tokens that have the same slot and some rows of one part. Every result belongs to
+one CTA.
 """
 
 import triton

@@ -14,7 +14,7 @@ from .choice import TOKENS_TO_COUNT, blocks_together
 
 @triton.jit
 def slot_and_rank(blocks, ranks, block, num_blocks):
-    """Of a block; a negative slot and 0 if there is no such block."""
+    """Returns slot and rank of a block; a negative slot and 0 if there is no such block."""
     slot = tl.load(blocks + tl.minimum(block, num_blocks - 1))
     slot = tl.where(block < num_blocks, slot, -1)
     return slot, tl.where(slot >= 0, tl.load(ranks + tl.maximum(slot, 0)), 0)
@@ -22,7 +22,7 @@ def slot_and_rank(blocks, ranks, block, num_blocks):
 
 @triton.jit
 def tokens_of(blocks, order, block, num_blocks, size: tl.constexpr):
-    """Of a block, and which of them there are; of no use if there is no such block."""
+    """Returns the tokens of a block, and which of them there are; of no use if there is no such block."""
     block = tl.minimum(block, num_blocks - 1)
     place = tl.load(blocks + num_blocks + block) + tl.arange(0, size)
     real = place < tl.load(blocks + 2 * num_blocks + block)
@@ -41,7 +41,7 @@ def _group(
     chunk: tl.constexpr,
     blocks_room: tl.constexpr,
 ):
-    """Every program counts all tokens, places a chunk of them and describes a part of the blocks."""
+    """Every CTA counts all tokens, places a chunk of them and describes a part of the blocks."""
     program = tl.program_id(0)
     token = program * chunk + tl.arange(0, chunk)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1)

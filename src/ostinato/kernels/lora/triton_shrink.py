@@ -2,7 +2,7 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """Tokens times the first matrix of their adapters: from the width of a layer to a few ranks.
 
-A program takes a block of tokens that have the same slot, 16 ranks of one part, and a share of the columns.
+A CTA takes a block of tokens that have the same slot, 16 ranks of one part, and a share of the columns.
 The weights of its first columns are on their way before it waits for the previous kernel. Sums of the shares
 lie beside each other, and who reads them adds them in order:
 

@@ -47,5 +47,5 @@ class Asked(NamedTuple):
 
     @property
     def filters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What decides which tokens are left to draw from."""
+        """Returns what decides which tokens are left to draw from."""
         return self.temperature, self.top_k, self.top_p, self.min_p

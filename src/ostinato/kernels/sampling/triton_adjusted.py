@@ -54,7 +54,7 @@ def _penalised(x, times, in_prompt, repetition, presence, frequency):
 
 @triton.jit
 def has_penalties(repetition, presence, frequency):
-    """Whether earlier tokens change the logits; as `SamplingParams.has_penalties`."""
+    """Tells whether earlier tokens change the logits; as `SamplingParams.has_penalties`."""
     return (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
 
 
@@ -158,7 +158,7 @@ class Drawn(NamedTuple):
     best: tuple[Tensor, Tensor]
     """float32 and int32 [n, blocks]: the best value in each block of the vocabulary, and its token."""
     arrived: Tensor
-    """int32 [n, 2]: zeros, for kernels to count their programs with: those of `triton_amend`, which leaves a
+    """int32 [n, 2]: zeros, for kernels to count their CTAs with: those of `triton_amend`, which leaves a
     zero to `triton_redraw`; and how often those of `triton_find_cuts` met."""
     logits: Tensor
     """float32 [n, vocab]: of rows with filters, and only there."""
@@ -167,7 +167,7 @@ class Drawn(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Of a row."""
+        """Returns the blocks of a row."""
         return self.best[0].size(1)
 
 

@@ -5,7 +5,7 @@
 What raw logits tell (`triton_row_end`) is found while others still draw. Of rows with filters it is found out
 whether these leave what was drawn (`filters.triton_candidate`); if not, the row is left to the next kernels,
 `filters.triton_find_cuts` and `triton_redraw`.
-The last program of a request to end writes to the host; where neither is asked for, the first.
+The last CTA of a request to end writes to the host; where neither is asked for, the first.
 """
 
 import triton

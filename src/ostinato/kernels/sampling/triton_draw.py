@@ -19,7 +19,7 @@ from ..host_sizes import cdiv, next_power_of_2
 
 _BLOCK = 2048
 _REGISTERS = 64
-"""Of a thread. The noise would take more, and too few programs would be left to read greedy rows fast."""
+"""Of a thread. The noise would take more, and too few CTAs would be left to read greedy rows fast."""
 
 
 @triton.jit
@@ -169,5 +169,5 @@ def token_of_row(values, tokens, at, num_blocks, width, block: tl.constexpr):
 
 
 def joined_block(num_blocks: int) -> int:
-    """The `block` of `best_of_rows`."""
+    """Returns the `block` of `best_of_rows`."""
     return max(16, next_power_of_2(num_blocks))

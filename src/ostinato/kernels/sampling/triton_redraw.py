@@ -3,7 +3,7 @@
 """Rows whose filters cut off what was drawn: a token drawn from what they leave.
 
 Most steps have no such row, and then this kernel looks at the verdicts and returns. What `triton_amend` does
-for other rows is done here at the end, behind a meeting: see Note [Programs that wait for each other].
+for other rows is done here at the end, behind a meeting: see Note [CTAs that wait for each other].
 """
 
 from typing import Any
@@ -93,7 +93,7 @@ def _redraw(
     timed: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    """Draw from what the cuts leave, then return the tokens; both in one launch where programs can meet."""
+    """Draw from what the cuts leave, then return the tokens; both in one launch where CTAs can meet."""
     at, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     heat, _, _, _, _, _, is_filtered = filters_of(
         rows, at, temperature, top_k, top_p, min_p, width, greedy_below

@@ -15,7 +15,7 @@ from .token_lines import LINE_HEAD
 from .triton_draw import best_of_rows, joined_block
 
 _ROWS_BLOCK = 16
-"""Rows that a program returns: up to as many need no count of programs."""
+"""Rows that a CTA returns: up to as many need no count of CTAs."""
 
 
 @triton.jit(
@@ -50,7 +50,7 @@ def _return_tokens(
     line = ring + (step % num_lines) * line_length
     tl.store(last_tokens + row, token, inside & (row != 0))
     tl.store(line + head + at, token, inside)
-    # The program that ends last moves the count on: by then every thread of all others has read it.
+    # The CTA that ends last moves the count on: by then every thread of all others has read it.
     tl.debug_barrier()
     num_ended = tl.program_id(0).to(tl.int64)
     if tl.num_programs(0) > 1:

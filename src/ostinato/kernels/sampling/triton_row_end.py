@@ -2,7 +2,7 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """The end of a row: its token, and the log-probabilities that are told with it.
 
-Log-probabilities are those of the raw logits. Programs over blocks of the vocabulary find the best tokens of
+Log-probabilities are those of the raw logits. CTAs over blocks of the vocabulary find the best tokens of
 each, and count those that are better than the chosen one; one of them joins it all and writes it to the host.
 A token's key and id in one integer make the order: likely ones first, of equal ones the smaller id.
 """
@@ -32,7 +32,7 @@ _FEW_TOP = tl.constexpr(8)
 def raw_block(
     x, column, asked, to, part_best, part_sum, top, width: tl.constexpr, most_top: tl.constexpr
 ):  # fmt: skip
-    """What a block of raw logits tells before it is known which token was chosen: its best ones, and sums."""
+    """Notes of a block of raw logits its best tokens and sums, before it is known which token was chosen."""
     best = tl.max(x, 0)
     shift = tl.where(best == float("-inf"), 0.0, best)
     tl.store(part_best + to, best)
@@ -47,7 +47,7 @@ def raw_block(
 
 @triton.jit
 def note_rank(x, logits, token, to, part_rank):
-    """How many of a block of raw logits are better than that of the token."""
+    """Counts the logits of a block that are better than that of the token."""
     better = (x > tl.load(logits + token)).to(tl.int32)
     tl.store(part_rank + to, tl.sum(better, 0))
 
@@ -57,7 +57,7 @@ def _write_likeliest(
     top, at, asked, whole, values, tokens, num_blocks,
     few: tl.constexpr, most_top: tl.constexpr, parts_block: tl.constexpr,
 ):  # fmt: skip
-    """The `asked` likeliest tokens of those of all blocks, at most `few`."""
+    """Writes the `asked` likeliest tokens of all blocks, at most `few`."""
     i = tl.arange(0, parts_block * few)
     part, nth = i // few, i % few
     held = (part < num_blocks) & (nth < asked)
@@ -79,7 +79,7 @@ def write_row(
     width: tl.constexpr, head: tl.constexpr, parts_block: tl.constexpr, most_top: tl.constexpr,
     num_values: tl.constexpr, timed: tl.constexpr,
 ):  # fmt: skip
-    """The token to its row, the line of this number and the counts; likewise what else is told of it.
+    """Writes the token to its slot, the ring entry of this number and the counts, with its logprobs.
 
     `logits`: the raw ones of the row.
     """

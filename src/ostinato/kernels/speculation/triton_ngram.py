@@ -2,7 +2,7 @@
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
 """Drafts from the text itself, on a GPU; see `ngram`.
 
-A program has a text. It goes through it from the end, so that the first place with the longest match is the
+A CTA has a text. It goes through it from the end, so that the first place with the longest match is the
 latest, and stops there.
 """
 

@@ -99,7 +99,7 @@ def _outputs(rows: Tensor, q: int) -> Outputs:
 
 
 _LINES_BLOCK = 64
-"""Lines of logits that a program looks at: requests times their tokens."""
+"""Lines of logits that a CTA looks at: requests times their tokens."""
 
 
 @triton.jit(
@@ -203,7 +203,7 @@ def _accept(
     behind = tl.where(step == 0, 0, 1 + step) * num_rows
     shown = tl.where(is_new | (step == 0), token, no_token)
     tl.store(first[:, None] + behind, shown, inside[:, None] & (step < q))
-    # The program that ends last moves the count on: by then every thread of all others has read it.
+    # The CTA that ends last moves the count on: by then every thread of all others has read it.
     tl.debug_barrier()
     num_ended = tl.program_id(0).to(tl.int64)
     if tl.num_programs(0) > 1:

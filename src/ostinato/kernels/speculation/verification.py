@@ -76,7 +76,7 @@ def begin_verify(
 
 
 def verified_line(num_requests: int, q: int) -> int:
-    """What a line of such a step has behind its head."""
+    """Returns the length of such a step's ring entry behind its head."""
     return num_requests * (q + 1)
 
 

@@ -55,7 +55,7 @@ def verdict_of(
     logits, row, token, before, heat, k, p, share, by_count, by_mass, block_best, block_sum, block_lead,
     num_groups, num_blocks, width: tl.constexpr, capacity: tl.constexpr, parts_block: tl.constexpr,
 ):  # fmt: skip
-    """Of a candidate; never `KEPT` with top-k and top-p together."""
+    """Returns the verdict on a candidate; never `KEPT` with top-k and top-p together."""
     x = tl.load(logits + row * width + token)
     best, _, _, target, is_wide = facts_of(
         row, heat, k, p, by_count, by_mass, block_best, block_sum, block_lead, num_groups, num_blocks,

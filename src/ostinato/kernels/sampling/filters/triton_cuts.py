@@ -1,14 +1,14 @@
 """Where top-k, top-p and min-p cut rows (`cuts`) on a GPU, without a sort: sizes, and room for what is found.
 
-| kernel | programs | does |
+| kernel | CTAs | does |
 |---|---|---|
 | `triton_adjusted` | many a row | makes logits and a draw; the best of groups of 128, the sum of weights |
 | `triton_amend` | many a row | does that draw stay? If so, the row is done |
 | `triton_find_cuts` | many a row | of the others: where is the cut? |
 | `triton_redraw` | many a row | of these: draws again from what the cut leaves |
 
-The cut of a *wide* row (below) is looked for in four passes by all its programs, which narrow its range
-(`triton_narrow`); then one program collects what reaches a bound, and finds it among that (`triton_settle`).
+The cut of a *wide* row (below) is looked for in four passes by all its CTAs, which narrow its range
+(`triton_narrow`); then one CTA collects what reaches a bound, and finds it among that (`triton_settle`).
 
 The bound: the k best *groups* hold at least k tokens no worse than the k-th of them. So few groups, and few
 tokens, have to be looked at again:
@@ -33,7 +33,7 @@ from .triton_search import PIVOTS
 _BLOCK = 4096
 _GROUP = 128
 _CAPACITY = 2048
-"""Tokens that the program of `settle` compares in registers."""
+"""Tokens that the CTA of `settle` compares in registers."""
 _FEW = 256
 """So few that it takes a shorter way."""
 _TILE = 4096
@@ -126,7 +126,7 @@ class Cuts(NamedTuple):
 
 
 def block_of(width: int) -> int:
-    """Tokens that a program looks at; also how `drawn` is cut."""
+    """Tokens that a CTA looks at; also how `drawn` is cut."""
     return max(_GROUP, min(_BLOCK, next_power_of_2(width)))
 
 
@@ -136,7 +136,7 @@ def group_of() -> int:
 
 
 def block_constants(width: int) -> dict[str, Any]:
-    """Of kernels whose programs go through blocks of rows with filters."""
+    """Returns constants of kernels whose CTAs go through blocks of rows with filters."""
     block = block_of(width)
     return {
         "width": width,
@@ -148,12 +148,12 @@ def block_constants(width: int) -> dict[str, Any]:
 
 
 def judging_constants(width: int) -> dict[str, Any]:
-    """Of kernels that call `triton_candidate.verdict_of`."""
+    """Returns constants of kernels that call `triton_candidate.verdict_of`."""
     return block_constants(width) | {"capacity": _CAPACITY}
 
 
 def cutting_constants(width: int) -> dict[str, Any]:
-    """Of kernels that call `triton_settle.settle`."""
+    """Returns constants of kernels that call `triton_settle.settle`."""
     tile = max(_GROUP, min(_TILE, block_of(width)))
     return judging_constants(width) | {
         "passes": PASSES,

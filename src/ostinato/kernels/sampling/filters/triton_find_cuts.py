@@ -3,7 +3,7 @@
 """The kernel that finds cuts, of rows whose filters cut off what was drawn.
 
 Most steps have no such row, and then this kernel looks at the verdicts and returns. All passes over a row are
-one kernel: see Note [Programs that wait for each other].
+one kernel: see Note [CTAs that wait for each other].
 
 Drawing again is left to the next one, `triton_redraw`. One kernel for both is a launch less, but takes longer
 to compile than the two together, which are compiled at the same time: a cold start would wait for it.
@@ -70,7 +70,7 @@ def _find_cuts(
     greedy_below: tl.constexpr,
     dependent: tl.constexpr,
 ):
-    """The passes of `narrow` and then `settle`: from number `begin` on to before `end`."""
+    """Runs the passes of `narrow` and then `settle`: from number `begin` on to before `end`."""
     at, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     heat, k, p, share, by_count, by_mass, is_filtered = filters_of(
         rows, at, temperature, top_k, top_p, min_p, width, greedy_below

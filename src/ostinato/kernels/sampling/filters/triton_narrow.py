@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""Passes over wide rows by many programs: the range of the cut, and at last the tokens in it.
+"""Passes over wide rows by many CTAs: the range of the cut, and at last the tokens in it.
 
-A pass begins where the one before it ended: it adds up what that one's programs found, which tells the range
-that is left, and looks from new pivots. Sums are kept block by block, however many blocks a program takes, so
+A pass begins where the one before it ended: it adds up what that one's CTAs found, which tells the range
+that is left, and looks from new pivots. Sums are kept block by block, however many blocks a CTA takes, so
 that a cut does not depend on the number of rows beside it. Each block of a row collects the tokens in the
 range that the last pass finds into a segment of its own: they stay in the order of their ids.
 """

@@ -30,7 +30,7 @@ def key_of(x):
 
 @triton.jit
 def value_of(key):
-    """The float32 of a key."""
+    """Returns the float32 of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -43,7 +43,7 @@ def even_keys(low, high, count: tl.constexpr):
 
 @triton.jit
 def lowest_of(best, worst, heat, p, mass, by_count, width: tl.constexpr):
-    """The logit where the cut can be at the lowest; for a count it is a guess."""
+    """Returns the lowest logit at which the threshold can be; for a count it is a guess."""
     # Tokens less likely than (1 - p) / width sum to less than 1 - p.
     span = heat * tl.log(width / ((1.0 - p) * mass)) + 1e-3
     return best - tl.where(by_count, 4.0 * (best - worst), span)

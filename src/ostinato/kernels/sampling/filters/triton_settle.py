@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 # (Triton gives a meaning of its own to the annotations of a kernel's parameters.)
-"""The cut of a row by one program: among few tokens that are collected first.
+"""The cut of a row by one CTA: among few tokens that are collected first.
 
 What is collected: the tokens that reach a bound known from the groups' best ones; of a wide row those that
 `triton_narrow` left. Should that be too many, passes over the row narrow the range further.
@@ -53,7 +53,7 @@ def _tile(logits, hits, start, num_hits, width: tl.constexpr, group: tl.constexp
 
 @triton.jit
 def _is_left(keys, column, last_key, last):
-    """Whether an earlier cut left them."""
+    """Tells whether an earlier cut left them."""
     return (keys > last_key) | ((keys == last_key) & (column <= last))
 
 

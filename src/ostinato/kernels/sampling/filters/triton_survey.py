@@ -65,7 +65,7 @@ def facts_of(
 
 @triton.jit
 def best_of(row, block_best, num_blocks, parts_block: tl.constexpr):
-    """The best logit of a row, as `facts_of` has it."""
+    """Returns the best logit of a row, as `facts_of` has it."""
     parts = tl.arange(0, parts_block)
     found = tl.load(block_best + row * num_blocks + parts, mask=parts < num_blocks, other=float("-inf"))
     return tl.max(found, 0)
