@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import httpx._transports.default as transports
 
+from ostinato.server.http.probes import METRICS_SECONDS
+
 # Else every call would load all certificates of the machine, which takes 50 ms, and no call here needs one.
 transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
@@ -101,6 +103,11 @@ class ServerProcess:
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """A POST of JSON."""
         return httpx.post(self.url + path, json=body, **{"timeout": 30, **options})
+
+    def metrics(self) -> str:
+        """Prometheus metrics of now: those of a moment ago are good for a while."""
+        time.sleep(METRICS_SECONDS)
+        return self.get("/metrics").text
 
     @property
     def engine_pid(self) -> int:

@@ -270,7 +270,7 @@ def test_profile(guarded: ServerProcess) -> None:
 
 
 def test_vllm_names(guarded: ServerProcess) -> None:
-    text = guarded.get("/metrics").text
+    text = guarded.metrics()
     for name in ("num_requests_running", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket"):
         assert f"vllm:{name}{{" in text
 
@@ -295,7 +295,7 @@ def test_engine_is_restarted_if_asked_for(guarded: ServerProcess) -> None:
     assert guarded.get("/is_paused", headers=ADMIN).json() == {"is_paused": False}
     answer = guarded.post("/v1/completions", BODY, headers=KEYS)
     assert answer.json()["choices"][0]["text"] == "bcd"
-    assert 'ostinato:engine_restarts_total{model_name="scripted"} 1.0' in guarded.get("/metrics").text
+    assert 'ostinato:engine_restarts_total{model_name="scripted"} 1.0' in guarded.metrics()
 
 
 def test_the_engine_leaves_with_the_server(guarded: ServerProcess) -> None:

@@ -112,7 +112,7 @@ def test_adapters_are_listed(served: ServerProcess, adapters: dict[str, str]) ->
     assert (cards[1]["parent"], cards[1]["root"]) == ("scripted", adapters["x"])
     assert served.get("/v1/models/x").json() == cards[1]
     assert served.get("/v1/models/z").status_code == 404
-    metrics = served.get("/metrics").text
+    metrics = served.metrics()
     [line] = [line for line in metrics.splitlines() if line.startswith("ostinato:lora_requests_info{")]
     assert 'max_lora="1"' in line
     assert "running_lora_adapters=" in line

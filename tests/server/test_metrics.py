@@ -22,7 +22,7 @@ BODY = {"prompt": "metrics a", "max_tokens": 10, "temperature": 0}
 def samples(server: ServerProcess) -> dict[str, float]:
     """Sums over all labels, by the name of the series."""
     totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(server.get("/metrics").text):
+    for family in text_string_to_metric_families(server.metrics()):
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return totals
@@ -81,7 +81,7 @@ def test_metrics_move_with_requests(server: ServerProcess) -> None:
 
 def test_replays_have_their_mode_and_rung(server: ServerProcess) -> None:
     server.post("/v1/completions", BODY)
-    text = server.get("/metrics").text
+    text = server.metrics()
     assert re.search(r'graph_replays_total\{kind="decode",mode="full",model_name="scripted",rung="4"\}', text)
     assert re.search(r'eager_steps_total\{.*reason="', text) or "eager_steps" in text
 
@@ -90,7 +90,7 @@ def test_every_metric_of_the_dashboard_exists(server: ServerProcess) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     assert len(expressions) >= 10
-    offered = samples(server).keys() | set(re.findall(r"# TYPE (\S+)", server.get("/metrics").text))
+    offered = samples(server).keys() | set(re.findall(r"# TYPE (\S+)", server.metrics()))
     for name in {name for text in expressions for name in re.findall(r"ostinato:\w+", text)}:
         assert name in offered or name.removesuffix("_total") in offered, name
 

@@ -146,8 +146,8 @@ def test_small_endpoints(server: ServerProcess) -> None:
     body = {"prompt": "a", "temperature": 0, "max_tokens": 3}
     assert server.post("/v1/completions/", body).json()["choices"][0]["text"] == "bcd"
     assert server.get("/flush_cache").status_code == 200
-    assert 'path="/health"' in server.get("/metrics").text
-    assert 'path="/health/"' not in server.get("/metrics").text
+    assert 'path="/health"' in server.metrics()
+    assert 'path="/health/"' not in server.metrics()
 
 
 def test_score_and_rerank(server: ServerProcess) -> None:

@@ -64,6 +64,18 @@ class ServerConfig:
     max_connections: int = 8192
     """Maximum number of open connections. Beyond it idle connections are closed to make room, and a few more
     are accepted for probes and admin calls."""
+    max_connections_per_client: int | None = None
+    """Maximum number of open connections of one address, or of one IPv6 network (/64); default: an eighth of
+    max_connections, and no limit for loopback. Behind a proxy, which is one address, set it to
+    max_connections and let the proxy count."""
+    max_half_sent_mb: float | None = None
+    """MiB of requests that have begun to arrive and are not complete; beyond it the client with the most
+    loses its oldest. Default: 16 bodies of max_body_mb."""
+    max_half_sent_mb_per_client: float | None = None
+    """The same of one address; default: a quarter of max_half_sent_mb, and no limit for loopback."""
+    probe_port: int | None = None
+    """A second port, with its own connections, for /health, /ping, /metrics and /version alone: it answers
+    while all connections of the other one are taken, and needs no keys. 0 picks a free one and prints it."""
     client_timeout: float = 30.0
     """Seconds that a client may take to send its headers, to send its body, and to continue reading an
     answer."""
@@ -113,11 +125,15 @@ class ServerConfig:
             raise ConfigError("an API key must not be empty")
         if self.open_admin and self.admin_key is not None:
             raise ConfigError("open_admin and admin_key exclude each other: give only one of them")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must be 0 to 65535, not {self.port}")
+        for name in ("port", "probe_port"):
+            if not 0 <= (getattr(self, name) or 0) < 65536:
+                raise ConfigError(f"{name} must be 0 to 65535, not {getattr(self, name)}")
+        if self.probe_port and self.probe_port == self.port:
+            raise ConfigError("probe_port and port must not be the same")
         for name in (
             *("max_body_mb", "request_timeout", "client_timeout", "max_connections"),
-            *("heartbeat_timeout", "step_timeout", "stall_timeout"),
+            *("heartbeat_timeout", "step_timeout", "stall_timeout", "max_connections_per_client"),
+            *("max_half_sent_mb", "max_half_sent_mb_per_client"),
         ):
             given = getattr(self, name)
             if given is not None and given <= 0:

@@ -22,7 +22,8 @@ from .forgiving_streams import forgive_full_disks
 from .garbage import spare_long_lived_objects
 from .guard import Guard
 from .http.app import make_app
-from .http.connections import Connections, room_for_connections
+from .http.connections import ClientLimits, Connections, room_for_connections
+from .http.probes import PROBE_CONNECTIONS, PROBE_SECONDS, ProbesOnly
 from .leaving import LastResort
 from .log_lines import announce
 from .service import Service
@@ -41,19 +42,26 @@ RED_SECONDS = 2.0
 def serve(engine_options: Mapping[str, Any], config: ServerConfig) -> int:
     """Serve until a signal or the engine's death; the process's exit code."""
     guard = Guard(config.grace_seconds + END_SECONDS + GUARD_SECONDS, config.stall_timeout)
-    listening = _bind(config)
+    listening = _bind(config.host, config.port)
+    probing = None if config.probe_port is None else _bind(config.host, config.probe_port)
     # A full disk under the log, or nobody at the other end of a pipe, is no reason to stop serving.
     forgive_full_disks()
-    code = asyncio.Runner(loop_factory=_loop_factory()).run(_serve(engine_options, config, listening, guard))
+    code = asyncio.Runner(loop_factory=_loop_factory()).run(
+        _serve(engine_options, config, listening, probing, guard)
+    )
     # Threads may still be at work on something that nobody wants any more: nothing waits for them.
     os._exit(code)
 
 
 async def _serve(
-    engine_options: Mapping[str, Any], config: ServerConfig, listening: socket.socket, guard: Guard
+    engine_options: Mapping[str, Any],
+    config: ServerConfig,
+    listening: socket.socket,
+    probing: socket.socket | None,
+    guard: Guard,
 ) -> int:
     server = _Server(engine_options, config)
-    return await server.run(listening, guard)
+    return await server.run(listening, probing, guard)
 
 
 class _Server:
@@ -78,34 +86,32 @@ class _Server:
         room = room_for_connections(config.max_connections)
         if room < config.max_connections:
             announce(f"the limit on descriptors leaves room for {room} connections")
-        self._connections = Connections(room, config.client_timeout, config.max_body_bytes)
+        limits = ClientLimits.of(config, room)
+        self._connections = Connections(room, config.client_timeout, config.max_body_bytes, limits)
         self._last_resort = LastResort(self._engine.kill)
-        self._http = _Http(
-            uvicorn.Config(
-                make_app(self._service),
-                http=self._connections.protocol(),  # type: ignore[arg-type]
-                ws="none",
-                log_level="error",
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_graceful_shutdown=HTTP_END_SECONDS,
-                lifespan="off",
-            )
-        )
+        app = make_app(self._service)
+        self._http = _Http(_http_config(app, self._connections))
+        self._probes: _Http | None = None
+        if config.probe_port is not None:
+            patience = min(PROBE_SECONDS, config.client_timeout)
+            self._probe_connections = Connections(PROBE_CONNECTIONS, patience, 0, ClientLimits())
+            self._probes = _Http(_http_config(ProbesOnly(app), self._probe_connections))
         self._signalled = asyncio.Event()
         self._address = ""
         self._tasks: list[asyncio.Task[None]] = []
         """They end with the loop."""
 
-    async def run(self, listening: socket.socket, guard: Guard) -> int:
+    async def run(self, listening: socket.socket, probing: socket.socket | None, guard: Guard) -> int:
         """Serve until the end; the exit code."""
-        host, port = listening.getsockname()[:2]
-        self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._address = _url(listening)
         announce(f"listening on {self._address}")
         guard.watch(self._signalled.set)
         self._service.history.start()
         http = asyncio.create_task(self._http.serve(sockets=[listening]))
+        if self._probes is not None and probing is not None:
+            announce(f"probes on {_url(probing)}")
+            self._tasks.append(asyncio.create_task(self._probes.serve(sockets=[probing])))
+            self._tasks.append(asyncio.create_task(self._probe_connections.watch()))
         engine = asyncio.create_task(self._engine.run())
         signalled = asyncio.create_task(self._signalled.wait())
         self._tasks.append(asyncio.create_task(self._connections.watch()))
@@ -145,6 +151,8 @@ class _Server:
         self._engine.fail_all("the server is shutting down")
         self._connections.drop_unheard()
         self._http.should_exit = True
+        if self._probes is not None:
+            self._probes.should_exit = True
         if not engine.done():
             await self._engine.stop()
         await asyncio.wait({http, engine})
@@ -166,17 +174,34 @@ class _Http(uvicorn.Server):
         yield
 
 
-def _bind(config: ServerConfig) -> socket.socket:
+def _http_config(app: Any, connections: Connections) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=connections.protocol(),  # type: ignore[arg-type]
+        ws="none",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=HTTP_END_SECONDS,
+        lifespan="off",
+    )
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bind(host: str, port: int) -> socket.socket:
     try:
-        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((config.host, config.port))
+        listening.bind((host, port))
         listening.listen(2048)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}"
-        ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listening
 
 

@@ -8,18 +8,25 @@ import re
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ..config import ServerConfig
 from ..given_back import GivenBack
-from ..openai.errors import unavailable
+from ..openai.errors import ApiError, unavailable
 from .json_answers import error_response
 from .keys import ADMIN_PATHS
+from .large_bodies import HELD_BODIES
 
+LOOPBACK = "loopback"
 RESERVE = 64
 """Connections beyond the limit, for probes and admins alone."""
+CLIENT_RESERVE = 8
+"""The same beyond the limit of one address."""
 RESERVED_PATHS = frozenset({"/health", "/ping", "/metrics", "/stats", "/version"}) | ADMIN_PATHS
 OTHER_DESCRIPTORS = 256
 """Files, pipes and sockets of the process that are no clients."""
@@ -49,16 +56,66 @@ def room_for_connections(wanted: int) -> int:
     return max(1, soft - RESERVE - OTHER_DESCRIPTORS)
 
 
+@dataclass(frozen=True)
+class ClientLimits:
+    """What clients may take before they have asked for anything; None: as much as all together."""
+
+    connections: int | None = None
+    """Of one address."""
+    local_connections: int | None = None
+    """Of a loopback address."""
+    bytes: int | None = None
+    """Of requests that are not complete, of one address."""
+    local_bytes: int | None = None
+    all_bytes: int | None = None
+
+    @staticmethod
+    def of(config: ServerConfig, room: int) -> ClientLimits:
+        """The limits of a server with room for so many connections."""
+        asked = config.max_connections_per_client
+        all_mb = config.max_half_sent_mb or HELD_BODIES * config.max_body_mb
+        mb = config.max_half_sent_mb_per_client
+        return ClientLimits(
+            connections=max(1, room // 8) if asked is None else asked,
+            local_connections=asked,
+            bytes=int((all_mb / 4 if mb is None else mb) * 2**20),
+            local_bytes=None if mb is None else int(mb * 2**20),
+            all_bytes=int(all_mb * 2**20),
+        )
+
+
+class _Client:
+    """The connections of one address."""
+
+    def __init__(self, most: int | None, most_bytes: int | None) -> None:
+        self.most = most
+        self.most_bytes = most_bytes
+        self.half_sent = 0
+        self.half: dict[GuardedProtocol, None] = {}
+        """Connections with requests that are not complete, by when these began."""
+        self.silent: dict[GuardedProtocol, None] = {}
+        self.receiving: dict[GuardedProtocol, None] = {}
+        self.answering: dict[GuardedProtocol, None] = {}
+
+    def __len__(self) -> int:
+        return len(self.silent) + len(self.receiving) + len(self.answering)
+
+
 class Connections:
     """All connections of a server by what is awaited of each, the oldest first.
 
     When there are too many, those that have asked for nothing make room, then those that are slow to say what
-    they ask for. While all are being answered, new ones are served only if they are probes or admins.
+    they ask for. While all are being answered, new ones are served only if they are probes or admins. The
+    same holds among the connections of one address, so that nobody's take the place of others'.
     """
 
-    def __init__(self, most: int, patience: float, max_body_bytes: int) -> None:
+    def __init__(self, most: int, patience: float, max_body_bytes: int, limits: ClientLimits) -> None:
         """`patience`: seconds that a client may take for its headers, and for reading on."""
         self.most = most
+        self.half_sent = 0
+        """Bytes of requests that are not complete."""
+        self._limits = limits
+        self._clients: dict[str, _Client] = {}
         self.patience = patience
         # A body in chunks of a byte each is six times as long on the line.
         self.max_message_bytes = 8 * max_body_bytes + MAX_HEADER_BYTES
@@ -82,24 +139,93 @@ class Connections:
 
         return make
 
-    def admit(self, new: GuardedProtocol) -> bool:
-        """Take a connection in; whether it has a place of its own, not one of the reserve."""
-        has_place = len(self) < self.most or self._make_room()
-        self.silent[new] = None
-        if not has_place and len(self) > self.most + RESERVE:
+    def admit(self, new: GuardedProtocol) -> str | None:
+        """Take a connection in; None, or why it has no place of its own but one of the reserve."""
+        client = self._client_of(new.address)
+        why = None
+        if client.most is not None and len(client) >= client.most and not self._make_room(client):
+            why = "this address has too many connections"
+        elif len(self) >= self.most and not self._make_room(self):
+            why = "all connections are in use"
+        self._enter(new, "silent")
+        is_beyond = client.most is not None and len(client) > client.most + CLIENT_RESERVE
+        if why is not None and (is_beyond or len(self) > self.most + RESERVE):
             new.drop()
-        return has_place
+        return why
 
     def leave(self, gone: GuardedProtocol) -> None:
         """A connection is no more."""
-        for group in (self.silent, self.receiving, self.answering):
-            group.pop(gone, None)
+        self.hold(gone, 0)
+        self._take_out(gone)
 
-    def move(self, connection: GuardedProtocol, group: dict[GuardedProtocol, None]) -> None:
+    def is_silent(self, connection: GuardedProtocol) -> None:
+        """Its next request is awaited, from now on."""
+        self._take_out(connection)
+        self._enter(connection, "silent")
+
+    def move(self, connection: GuardedProtocol, group: str) -> None:
         """Something else is awaited of a connection now."""
-        if connection not in group:
-            self.leave(connection)
-            group[connection] = None
+        if connection not in getattr(self, group):
+            self._take_out(connection)
+            self._enter(connection, group)
+
+    def hold(self, connection: GuardedProtocol, size: int) -> bool:
+        """Note how many bytes of an incomplete request there are; False where there is no room for them."""
+        more = size - connection.held
+        if not more:
+            return True
+        connection.held = size
+        self.half_sent += more
+        client = self._client_of(connection.address)
+        client.half_sent += more
+        if size:
+            client.half[connection] = None
+        else:
+            client.half.pop(connection, None)
+        if more < 0:
+            return True
+        if client.most_bytes is not None:
+            while client.half_sent > client.most_bytes:
+                if not self._drop_half_sent(client, connection):
+                    return False
+        if self._limits.all_bytes is not None:
+            while self.half_sent > self._limits.all_bytes:
+                most = max(self._clients.values(), key=lambda each: each.half_sent)
+                if not self._drop_half_sent(most, connection):
+                    return False
+        return True
+
+    def _drop_half_sent(self, client: _Client, unless: GuardedProtocol) -> bool:
+        """Drop what has been arriving for longest of a client's; False where that is `unless`, or its own
+        other requests are still too young to be given up for it."""
+        oldest = next(iter(client.half))
+        is_own = unless.address == oldest.address
+        if oldest is unless or (is_own and time.monotonic() - oldest.since < YOUNG_SECONDS):
+            return False
+        oldest.drop()
+        return True
+
+    def _client_of(self, address: str) -> _Client:
+        found = self._clients.get(address)
+        if found is None:
+            limits, is_local = self._limits, address == LOOPBACK
+            found = self._clients[address] = _Client(
+                limits.local_connections if is_local else limits.connections,
+                limits.local_bytes if is_local else limits.bytes,
+            )
+        return found
+
+    def _enter(self, connection: GuardedProtocol, group: str) -> None:
+        for owner in (self, self._client_of(connection.address)):
+            getattr(owner, group)[connection] = None
+
+    def _take_out(self, connection: GuardedProtocol) -> None:
+        client = self._client_of(connection.address)
+        for owner in (self, client):
+            for group in (owner.silent, owner.receiving, owner.answering):
+                group.pop(connection, None)
+        if not client:
+            del self._clients[connection.address]
 
     async def watch(self) -> None:
         """Drop those that keep the server waiting, for ever."""
@@ -133,10 +259,10 @@ class Connections:
         for connection in (*self.silent, *self.receiving, *self.answering):
             connection.drop()
 
-    def _make_room(self) -> bool:
-        oldest = next(iter(self.silent), None)
+    def _make_room(self, owner: Connections | _Client) -> bool:
+        oldest = next(iter(owner.silent), None)
         if oldest is None:
-            oldest = next(iter(self.receiving), None)
+            oldest = next(iter(owner.receiving), None)
             if oldest is None or time.monotonic() - oldest.since < YOUNG_SECONDS:
                 return False
         oldest.drop()
@@ -149,6 +275,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, all: Connections, **given: Any) -> None:
         super().__init__(**given)
         self._all = all
+        self.address = ""
+        """The client's, as far as its connections are counted together."""
+        self.held = 0
+        """Bytes of a request that is not complete."""
         self._unread = (0, 0.0)
         """Bytes that the client has not taken, and since when they have not become fewer."""
         self._message_bytes = 0
@@ -162,10 +292,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self._all.admit(self):
-            self.app = _Reserved(self.app)
+        self.address = counted_address(self.client[0] if self.client else "")
+        why = self._all.admit(self)
+        if why is not None:
+            self.app = _Reserved(self.app, why)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.held:
+            self._all.given_back.soon()
         self._all.leave(self)
         for cycle in self._cycles:
             if not cycle.response_complete:
@@ -205,6 +339,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(b"431 Request Header Fields Too Large")
         elif self._message_bytes > self._all.max_message_bytes:
             self.drop()
+        elif not self._all.hold(self, self._kept_bytes):
+            error = unavailable("too much of requests that are not complete is held", retry_after=1)
+            self._refuse(b"503 Service Unavailable", error)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -228,7 +365,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(hosts) > 1 or not (hosts or is_1_0) or not all(map(HOST.fullmatch, hosts)):
             raise ValueError("one valid Host header is needed")  # ends parsing: the answer is 400
         self.since = time.monotonic()
-        self._all.move(self, self._all.receiving)
+        self._all.move(self, "receiving")
         super().on_headers_complete()
         self._cycles = [each for each in self._cycles if not each.response_complete]
         self._cycles.append(self.cycle)
@@ -238,7 +375,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._message_bytes = self._trailer_bytes = 0
         self._in_headers = True
-        self._all.move(self, self._all.answering)
+        self._all.move(self, "answering")
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -247,23 +384,50 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self.cycle.response_complete and not self.pipeline:
             self.since = time.monotonic()
-            self._all.leave(self)
-            self._all.silent[self] = None
+            self._all.is_silent(self)
 
-    def _refuse(self, status: bytes) -> None:
-        self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    @property
+    def _kept_bytes(self) -> int:
+        """Bytes of an incomplete request. What comes behind an answer to it is thrown away."""
+        is_answered = not self._in_headers and self.cycle is not None and self.cycle.response_complete
+        return 0 if is_answered else self._message_bytes
+
+    def _refuse(self, status: bytes, error: ApiError | None = None) -> None:
+        body = b"" if error is None else error.body
+        lines = [b"HTTP/1.1 " + status, b"content-length: %d" % len(body), b"connection: close"]
+        for name, value in ({} if error is None else error.headers).items():
+            lines.append(f"{name}: {value}".encode())
+        self._all.hold(self, 0)
+        self._all.given_back.soon()
+        self.transport.write(b"\r\n".join((*lines, b"", body)))
         self.transport.close()
+
+
+def counted_address(host: str) -> str:
+    """Returns what connections of a client are counted by: the address, or the network of an IPv6 address,
+    which has as many addresses as its owner likes. All loopback addresses are one."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is None:
+            network = str(IPv6Address(int(address) >> 64 << 64))
+            return LOOPBACK if address.is_loopback else network
+        address = address.ipv4_mapped
+    return LOOPBACK if address.is_loopback else str(address)
 
 
 class _Reserved:
     """The application for connections beyond the limit: it answers probes and admins alone."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, why: str) -> None:
         self._app = app
+        self._why = why
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].rstrip("/") not in RESERVED_PATHS:
-            error = unavailable("all connections are in use", retry_after=1)
+            error = unavailable(self._why, retry_after=1)
             error.headers["Connection"] = "close"
             await error_response(error)(scope, receive, send)
             return

@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from ostinato import __version__
@@ -22,6 +22,7 @@ from ..service import Service
 from .api_document import answers
 from .client_watch import ClientWatch
 from .json_answers import json_response
+from .probes import WrittenMetrics
 
 PROBE_SECONDS = 30.0
 """An engine that takes longer for one token is not healthy."""
@@ -30,7 +31,7 @@ PROBE_SECONDS = 30.0
 def observing_routes(service: Service) -> APIRouter:
     """The routes that show what the server does."""
     routes = APIRouter()
-    registry = registry_of(ServerCollector(service))
+    written = WrittenMetrics(registry_of(ServerCollector(service)))
     live = LiveStatistics(service)
     page = files("ostinato.server.page").joinpath("index.html").read_bytes()
 
@@ -75,7 +76,7 @@ def observing_routes(service: Service) -> APIRouter:
     @routes.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(written.text(), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/stats", responses=answers())
     async def stats(after: int | None = None) -> Response:
