@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import re
 import resource
 import time
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..config import ServerConfig
 from ..given_back import GivenBack
 from ..openai.errors import ApiError, unavailable
 from .json_answers import error_response
-from .keys import ADMIN_PATHS
+from .keys import ADMIN_PATHS, OPEN_PATHS
 from .large_bodies import HELD_BODIES
 
 LOOPBACK = "loopback"
@@ -38,6 +39,9 @@ HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)?(?::[0-9]*)?")
 """A Host header without a user before it, which would be read as part of the address by some."""
 _UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade(?=[ \t]*:)")
 SWEEP_SECONDS = 0.5
+KNOWN_KEYS = 4096
+TURN_PAUSE = 2.0
+"""Times the CPU time of a stranger's request, before the next one has its turn."""
 YOUNG_SECONDS = 1.0
 """A body that has been arriving for less is not given up for the sake of another client."""
 
@@ -127,6 +131,8 @@ class Connections:
         self.dropped = 0
         """Connections that were closed on their clients."""
         self.given_back = GivenBack()
+        self.strangers: Strangers | None = None
+        """Where keys are needed."""
 
     def __len__(self) -> int:
         return len(self.silent) + len(self.receiving) + len(self.answering)
@@ -269,6 +275,72 @@ class Connections:
         return True
 
 
+class Strangers:
+    """Where keys are needed, requests whose key has not been served yet take turns behind all others.
+
+    A wrong key takes as long to refuse as a small request does; thousands of them at once would keep those
+    with a key waiting. Whose key it is is not decided here: only who is served first.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, None] = {}
+        self._turns = asyncio.Lock()
+        self._next = 0.0
+
+    def knows(self, authorization: bytes) -> bool:
+        """Whether a request with this header has been served."""
+        return _digest(authorization) in self._known
+
+    def meet(self, authorization: bytes) -> None:
+        """A request with this header was served."""
+        if len(self._known) >= KNOWN_KEYS:
+            del self._known[next(iter(self._known))]
+        self._known[_digest(authorization)] = None
+
+    async def turn(self) -> None:
+        """Wait; what the caller does next, without waiting for anything, is what the turn is for."""
+        async with self._turns:
+            if (pause := self._next - time.monotonic()) > 0:
+                await asyncio.sleep(pause)
+            # It runs when the caller has done, and before the next one is woken.
+            asyncio.get_running_loop().call_soon(self._end_turn, time.thread_time())
+
+    def _end_turn(self, began: float) -> None:
+        self._next = time.monotonic() + TURN_PAUSE * (time.thread_time() - began)
+
+
+class _InTurn:
+    """The application where keys are needed: strangers take turns, and a refused one's connection ends."""
+
+    def __init__(self, app: ASGIApp, strangers: Strangers) -> None:
+        self._app = app
+        self._strangers = strangers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on, perhaps later."""
+        if scope["type"] != "http" or scope["path"].rstrip("/") in OPEN_PATHS or scope["path"] == "/":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        is_stranger = not self._strangers.knows(given)
+        if is_stranger:
+            await self._strangers.turn()
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if message["status"] == 401:
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+                elif message["status"] == 200 and is_stranger and scope["method"] == "POST":
+                    self._strangers.meet(given)
+            await send(message)
+
+        await self._app(scope, receive, watched)
+
+
+def _digest(authorization: bytes) -> bytes:
+    return hashlib.blake2b(authorization, digest_size=16).digest()
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol under the limits of `Connections`."""
 
@@ -293,6 +365,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = counted_address(self.client[0] if self.client else "")
+        if self._all.strangers is not None:
+            self.app = _InTurn(self.app, self._all.strangers)
         why = self._all.admit(self)
         if why is not None:
             self.app = _Reserved(self.app, why)
