@@ -212,3 +212,39 @@ def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
     file.write_text(json.dumps({**BASE, "architectures": ["MixtralForCausalLM"]}))
     with pytest.raises(UnsupportedModelError, match=r"config\.json: architecture MixtralForCausalLM"):
         ModelConfig.load(file)
+
+
+ABSURD = [0, -1, 1e30, 10**400, float("nan"), float("inf"), "64", True, [1], {}]
+SIZES = [
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "sliding_window"),
+]
+
+
+@pytest.mark.parametrize("field", SIZES)
+def test_absurd_sizes_are_refused_by_name(field: str) -> None:
+    """Before memory is taken, in one sentence of readable length."""
+    fields = {"architectures": ["MistralForCausalLM"]} if field == "sliding_window" else {}
+    for value in ABSURD:
+        with pytest.raises(ModelError, match=field) as refused:
+            config(**fields, **{field: value})
+        assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("value", ABSURD)
+def test_absurd_stretching_is_refused(value: Any) -> None:
+    for kind in ("linear", "yarn", "llama3"):
+        scaling = {"rope_type": kind, **LLAMA3, "factor": value}
+        with pytest.raises(ModelError, match=r"factor|rope parameters"):
+            config(rope_parameters=scaling)
+    if not isinstance(value, int) or isinstance(value, bool):
+        with pytest.raises(ModelError, match="max_window_layers"):
+            config(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, max_window_layers=value)
+    with pytest.raises(ModelError):
+        config(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, layer_types=value)
+
+
+def test_a_context_stretched_beyond_all_numbers_is_refused() -> None:
+    scaling = {"rope_type": "linear", "factor": 1e6}
+    with pytest.raises(ModelError, match="factor"):
+        config(rope_parameters=scaling, max_position_embeddings=2**30)

@@ -167,8 +167,9 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(
                 f"mixture of experts ({field}={raw[field]}) is not supported; dense only"
             )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    if quantization := raw.get("quantization_config"):
+        is_told = isinstance(quantization, Mapping)
+        method = quantization.get("quant_method", "unknown") if is_told else quantization
         raise UnsupportedModelError(
             f"quantised weights (quant_method {method!r}) are not supported; "
             "supported are plain safetensors and GGUF"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config_fields import positive, positive_float
+from .config_fields import LARGEST_OTHERS, positive, positive_float
 from .errors import ModelError, UnsupportedModelError
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -101,9 +101,16 @@ def longest_context(raw: Mapping[str, Any], rope: RopeConfig) -> int:
     """The number of positions after stretching, which a `config.json` includes in max_position_embeddings
     only for Llama 3's kind of stretching."""
     if rope.kind == "yarn":
-        return int(rope.original_max_positions * rope.factor)
-    written = positive(raw, "max_position_embeddings", 2048)
-    return int(written * rope.factor) if rope.kind == "linear" else written
+        longest = rope.original_max_positions * rope.factor
+    else:
+        longest = positive(raw, "max_position_embeddings", 2048)
+        longest *= rope.factor if rope.kind == "linear" else 1
+    if not 1 <= longest <= LARGEST_OTHERS:
+        raise ModelError(
+            f"factor {rope.factor:g} of the rope parameters makes a context of {longest:g} positions: from "
+            f"1 to {LARGEST_OTHERS:,} are possible"
+        )
+    return int(longest)
 
 
 def _yarn(given: Mapping[str, Any], raw: Mapping[str, Any], theta: float, factor: float) -> RopeConfig:

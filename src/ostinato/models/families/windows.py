@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config_fields import positive
-from ..errors import UnsupportedModelError
+from ..errors import ModelError, UnsupportedModelError
 
 Windows = tuple[int | None, ...]
 
@@ -25,11 +25,16 @@ def on_request(raw: Mapping[str, Any], num_layers: int) -> Windows:
         return (None,) * num_layers
     types = raw.get("layer_types")
     if types is None:
-        first = int(raw.get("max_window_layers", 28))
+        first = raw.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ModelError(f"max_window_layers must be a whole number of at least 0, not {str(first)[:60]}")
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
+    known = ("sliding_attention", "full_attention")
+    is_list = isinstance(types, list) and len(types) == num_layers
+    if not is_list or not all(kind in known for kind in types):
         raise UnsupportedModelError(
-            f"layer_types must name {num_layers} layers of sliding_attention or full_attention, not {types}"
+            f"layer_types must name {num_layers} layers of sliding_attention or full_attention, "
+            f"not {str(types)[:200]}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
