@@ -164,6 +164,10 @@ class Scheduler:
         """Requests without a row, whatever they wait for."""
         return len(self._waiting.turn) + self._waiting.num_aside
 
+    def serves(self, tenant: str) -> bool:
+        """Whether requests of this tenant run or wait for their turn."""
+        return tenant in self._running.num_of or tenant in self._waiting.turn.num_of
+
     @property
     def num_preemptions(self) -> int:
         """Preemptions since the start."""

@@ -86,7 +86,8 @@ class Intake:
             seeds = self._seeds.integers(2**62, size=command.num).tolist()
         group = Group(command, self._scheduler.arrivals.announce(), seeds)
         self._groups.update(dict.fromkeys(group.ids, group))
-        self._queue.add(command.tenant, group, command.weight)
+        is_served = self._scheduler.serves(command.tenant)
+        self._queue.add(command.tenant, group, command.weight, is_served=is_served)
 
     def feed(self) -> list[News]:
         """Hand over what the scheduler has room for, or as much of it as can be done in a short time; returns
@@ -142,8 +143,8 @@ class Intake:
         command, number = group.command, group.left.pop()
         del self._groups[command.id + number]
         is_last = not group.left
-        # The other completions find the prompt in the prefix cache.
-        self._queue.charge(command.tenant, 1 if number else len(command.prompt_ids), command.weight)
+        if not number:  # the other completions find the prompt in the prefix cache
+            self._queue.charge(command.tenant, len(command.prompt_ids), command.weight)
         if is_last:
             self._queue.remove(command.tenant, group)
         with self._scheduler.arrivals.arrival(group.announced, is_last=is_last):

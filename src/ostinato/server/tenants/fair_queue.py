@@ -52,10 +52,11 @@ class FairQueue(Generic[Item]):
         for line in self._lines.values():
             yield from line.items
 
-    def add(self, tenant: str, item: Item, weight: float = 1.0) -> None:
-        """Queue an item behind the others of its tenant."""
+    def add(self, tenant: str, item: Item, weight: float = 1.0, *, is_served: bool = False) -> None:
+        """Queue an item behind the others of its tenant. `is_served`: earlier ones have left the queue and
+        are not done, so the tenant was never away."""
         line = self._line(tenant, weight)
-        if not line.items:
+        if not line.items and not is_served:
             line.service = max(line.service, self._lowest())
         line.items[item] = None
         self._num_items += 1
