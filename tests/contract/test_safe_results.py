@@ -366,3 +366,24 @@ def test_containers_are_those_that_the_function_returns_at_every_size(device, ma
         assert not any(result is other for other in before)
         before.append(result)
     assert not f.report().eager_steps
+
+
+def test_what_is_one_object_without_graphs_is_one_object(device):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x, h):
+            h.add_(x)
+            y = x * self.weight
+            return y, {"same": y}, h, self.weight
+
+    f = graphed(Model().to(device), ladder=[1, 2, 4])
+    with torch.no_grad():
+        for rows in (3, 4, 1):
+            x, h = randn(rows, WIDTH, device=device), torch.zeros(rows, WIDTH, device=device)
+            y, again, state, weight = f(x, h)
+            assert (y is again["same"], state is h, weight is f.weight) == (True, True, True)
+            assert same(h, x)
+    assert f.graph_call.report().replays == 3

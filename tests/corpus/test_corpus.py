@@ -28,22 +28,7 @@ QUICK = [
     "training: soft actor critic with a learned temperature",
 ]
 
-DIFFERENT = {
-    "counter of calls in forward": "what the function counts in Python stays as it is",
-    "global counter of calls": "what the function counts in Python stays as it is",
-    "hook on the wrapper itself": "hooks run at the capture only",
-    "hidden state written in place and returned as well": "an argument that is returned is another object",
-    "one result returned twice": "one tensor returned twice comes back as two",
-    "a parameter returned beside the result": "the parameter comes back as another tensor object",
-    "training: accuracy kept as an attribute of the trainer": "Python of a step runs at the capture only",
-    "training: activations counted by forward hooks": "Python of a step runs at the capture only",
-    "training: global step counted in forward": "Python of a step runs at the capture only",
-    "training: gradients logged by tensor hooks": "Python of a step runs at the capture only",
-    "training: mixture of experts with a balancing loss": "Python of a step runs at the capture only",
-    "training: several losses appended to a list for the log": "Python of a step runs at the capture only",
-    "training: several losses kept in a dictionary for the log": "Python of a step runs at the capture only",
-    "training: scripted model": "TorchScript's table of parameters has no get()",
-}
+DIFFERENT: dict[str, str] = {}
 """What replays do differently, and why."""
 
 ALARMS = {

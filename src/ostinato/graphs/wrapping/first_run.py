@@ -1,7 +1,7 @@
 """A function run once on real inputs, before anything is captured: what it does, and whether a graph can."""
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -26,6 +26,40 @@ from .holders import Key
 from .in_place import geometry
 from .reached import Reached
 from .signature import Signature
+
+
+class SameObjects:
+    """Results that are the very object that another result is, an argument, or a tensor of the function."""
+
+    def __init__(
+        self, leaves: Sequence[Any], arguments: Mapping[str, torch.Tensor], own: Sequence[torch.Tensor]
+    ) -> None:
+        names, lasting = {id(value): name for name, value in arguments.items()}, {id(one): one for one in own}
+        first: dict[int, int] = {}
+        self._known: list[tuple[int, str | torch.Tensor]] = []
+        self._again: list[tuple[int, int]] = []
+        """Positions, and the name of the argument, the tensor, or the position of the same before."""
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if first.setdefault(id(leaf), position) != position:
+                self._again.append((position, first[id(leaf)]))
+            elif id(leaf) in names:
+                self._known.append((position, names[id(leaf)]))
+            elif id(leaf) in lasting:
+                self._known.append((position, lasting[id(leaf)]))
+
+    def __bool__(self) -> bool:
+        return bool(self._known or self._again)
+
+    def restored(self, result: Any, batch: Batch) -> Any:
+        """The result with these objects in their places."""
+        leaves, structure = flatten(result)
+        for position, known in self._known:
+            leaves[position] = batch[known] if isinstance(known, str) else known
+        for position, before in self._again:
+            leaves[position] = leaves[before]
+        return structure.filled(leaves)
 
 
 class FirstRun:
@@ -63,6 +97,8 @@ class FirstRun:
         """Arguments that it changes in place."""
         self.result: Any = None
         """What it returned, if this run was the call."""
+        self.same = SameObjects([], {}, [])
+        """Which results are one object, or one that the caller has."""
         self.stays = self.writes_inference_tensors = False
         self.refusal = before.why_closed() or why_sharded(before.modules)
         if self.refusal is not None:
@@ -88,6 +124,7 @@ class FirstRun:
                 self.refusal = f"the step works, but fails when observed, which a capture requires: {told}"
             # A copy: so whatever of it is alive afterwards is state of the function's.
             leaves, structure = flatten(result)
+            self.same = SameObjects(leaves, copies, before.tensors)
             refs = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
             returned = HandingOut(leaves, lambda leaf: True, copies).copied(batch) if is_call else []
             del result, leaves

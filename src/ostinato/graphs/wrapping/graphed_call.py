@@ -29,7 +29,7 @@ from ..results import Results
 from ..runner import CudaGraphRunner
 from .doctor import Diagnosis, diagnose
 from .entry import Entry, Settings
-from .first_run import FirstRun
+from .first_run import FirstRun, SameObjects
 from .in_place import InPlace
 from .no_gradients import Differentiable, places_with_gradients, require_gradients, without_gradients
 from .reached import Reached
@@ -139,7 +139,7 @@ class GraphedCall:
                     if is_grad_enabled():
                         refused = entry.differentiable.refused(batch, is_plain=False)
                         outcome = entry.differentiable.refusing(outcome, refused)
-                    return None, _received(outcome, entry, has_run=True)
+                    return None, _received(outcome, entry, batch, has_run=True)
                 found = self._find(args, kwargs)
                 assert found is not None
         except EmptyBatchError:
@@ -179,7 +179,7 @@ class GraphedCall:
                 outcome = runner.run_prepared(ready, batch, shape, is_plain=is_plain, history=history)
         if refused is not history:
             outcome = entry.differentiable.refusing(outcome, refused)
-        return None, _received(outcome, entry)
+        return None, _received(outcome, entry, batch)
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture every rung for calls like this one; further signatures can be added the same way."""
@@ -343,6 +343,8 @@ class GraphedCall:
     def _capture(self, signature: Signature, batch: Batch, *, may_stay: bool = False) -> FirstRun:
         device, options = self.device_of(batch), self.settings.options
         first = FirstRun(self.function, signature, batch, device, options.generators, may_stay=may_stay)
+        if self._overwrites:  # results are guarded: each is an object of its own
+            first.same = SameObjects([], {}, [])
         self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
         before = Reached(self.function, *signature.functions, ran=())
         if self._pool is None:
@@ -472,14 +474,15 @@ class GraphedCall:
         return runner
 
 
-def _received(outcome: Any, entry: Entry, *, has_run: bool = False) -> Any:
+def _received(outcome: Any, entry: Entry, batch: Batch, *, has_run: bool = False) -> Any:
     """The result of a call, once what else came of it is in its places. `has_run`: the function has run, and
     left that itself."""
-    if not isinstance(outcome, Outcome):
-        return outcome
-    effects = entry.first.effects
-    (effects.exchange if has_run else effects.leave)(outcome.left)
-    return outcome.result
+    result = outcome
+    if isinstance(outcome, Outcome):
+        effects, result = entry.first.effects, outcome.result
+        (effects.exchange if has_run else effects.leave)(outcome.left)
+    same = entry.first.same
+    return same.restored(result, batch) if same else result
 
 
 def _others(reached: Reached) -> list[str]:
