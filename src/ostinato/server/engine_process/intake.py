@@ -134,10 +134,12 @@ class Intake:
         waiting, running = scheduler.waiting, scheduler.running
         if len(waiting) + len(running) < 2 * self._slots:
             return self._queue.next()
-        counts = waiting.num_of
-        # Behind others that fill the scheduler's queue, each tenant still has its share in it.
-        most = max(1, self._slots // (len(counts) + 1))
-        return self._queue.next(lambda tenant: counts.get(tenant, 0) < most)
+        # Whose turn it is has its share in the scheduler's queue even if others have filled it. Nobody passes
+        # it meanwhile: long answers would get more than their share beside short ones.
+        tenant, counts = self._queue.next(), waiting.num_of
+        if tenant is None or counts[tenant] >= max(1, self._slots // (len(counts) + 1)):
+            return None
+        return tenant
 
     def _take_first(self, group: Group) -> News | None:
         command, number = group.command, group.left.pop()
