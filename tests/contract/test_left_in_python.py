@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from contract.steps import WIDTH, randn
-from ostinato.graphs import graphed
+from ostinato.graphs import eager_boundary, graphed
 
 
 class Leaving(nn.Module):
@@ -102,6 +102,56 @@ def test_what_a_step_leaves_is_there_after_every_call(device, way, meanwhile):
             torch.testing.assert_close(shown(module.kept), shown(plain.kept))
     needed = 2 if meanwhile == "replaced" else 4  # a container around another one is watched
     assert (f.graph_call.report().replays >= needed) == has_graph
+
+
+def test_what_an_eager_boundary_leaves_is_left_once(device):
+    """Replays call it, and may count what they like; the rest of the step is left by replays."""
+
+    class Piecewise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.inside, self.log, self.outside, self.latest = 0, [], 0, None
+
+        @eager_boundary
+        def attend(self, x):
+            self.inside += 1
+            self.log.append(1)
+            return x * 2
+
+        def forward(self, x):
+            self.outside += 1
+            y = self.attend(self.linear(x)) + 1
+            self.latest = y * 3
+            return y
+
+    module = Piecewise().to(device)
+    f = graphed(module, ladder=[1, 2, 4], mode="piecewise")
+    with torch.no_grad():
+        for number, rows in enumerate((3, 4, 1, 2), 1):
+            y = f(randn(rows, WIDTH, device=device))
+            assert (module.inside, len(module.log), module.outside) == (number,) * 3
+            torch.testing.assert_close(module.latest, y * 3)
+    assert f.graph_call.report().replays >= 3
+
+
+def test_a_count_inside_and_outside_of_an_eager_boundary_is_right(device):
+    counts = {"calls": 0}
+
+    @eager_boundary
+    def attend(x):
+        counts["calls"] += 1
+        return x * 2
+
+    def step(x):
+        counts["calls"] += 1
+        return attend(x + 1)
+
+    f = graphed(step, ladder=[1, 2, 4], mode="piecewise")
+    for number, rows in enumerate((3, 4, 1), 1):
+        f(randn(rows, WIDTH, device=device))
+        assert counts["calls"] == 2 * number
 
 
 def test_a_step_without_a_graph_says_where_and_what_to_write(device, caplog):

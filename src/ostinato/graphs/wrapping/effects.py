@@ -69,6 +69,12 @@ class Change(NamedTuple):
         found = [each for each in (self.now, self.was) if each is not MISSING]
         return all(isinstance(each, _STATES) and not tensors_in(each) for each in found)
 
+    def is_still(self, later: "Change") -> bool:
+        """Returns whether the same stands there later."""
+        if self.key is WHOLE:
+            return len(self.now) == len(later.now) and all(map(is_, self.now, later.now))
+        return self.now is later.now
+
     def carries_on(self, reads: Collection[int]) -> bool:
         """Returns whether the step keeps state there by assignment, which no replay would carry on: what
         stood there was used (its storage is among `reads`), or is a parameter or buffer."""
@@ -286,6 +292,17 @@ class Effects:
             if _is_number(was) and _is_number(now):
                 self._numbers[len(self._places)] = now - was
             self._places.append(_Place(change, way))
+
+    def leave_to_replays(self, places: Collection[Key], by_both: Collection[str]) -> None:
+        """Functions that replays call change these places. `by_both`: names of others, which the rest of the
+        step changes, too."""
+        self.owners |= set(places)
+        for name in by_both:
+            self.refuse(
+                name,
+                f"changes {name} inside and outside of @eager_boundary",
+                "change it in one of the two, or around the calls",
+            )
 
     def _add_list(self, change: Change, way: Way | None) -> None:
         name, holder, _, was, now = change

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from types import CodeType
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..backends import backend_for
 from ..blame import line_using
 from ..capturing import python_draws
 from ..capturing.autocast import clean_autocast_cache
+from ..capturing.segments import eager_calls_by
 from ..capturing.trial import Trials
 from ..checking.sharded import why_sharded
 from ..dispatching.mode import GraphMode
@@ -21,7 +23,7 @@ from ..memory import storage_address
 from ..results import HandingOut, copies_of
 from ..trees import flatten
 from .code_names import Ran
-from .effects import Effects
+from .effects import Change, Effects
 from .holders import Key
 from .in_place import geometry
 from .reached import Reached
@@ -62,6 +64,46 @@ class SameObjects:
         return structure.filled(leaves)
 
 
+class EagerChanges:
+    """Goes along with functions marked `@eager_boundary`, and tells what is changed inside and outside."""
+
+    def __init__(self, before: Reached) -> None:
+        """`before`: what there was when the run began."""
+        self._before = before
+        self._is_inside = False
+        self._last: dict[Key, Change] = {}
+        self._changed: dict[bool, dict[Key, str]] = {True: {}, False: {}}
+
+    @property
+    def breaks(self) -> bool:
+        """Marked functions that another one calls are part of that."""
+        return not self._is_inside
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it, and look before and behind."""
+        self._look(inside=False)
+        self._is_inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._is_inside = False
+            self._look(inside=True)
+
+    def found(self) -> tuple[set[Key], set[str]]:
+        """What is changed inside alone, by place; what is changed both inside and outside, by name."""
+        self._look(inside=False)
+        inside, outside = self._changed[True], self._changed[False]
+        return inside.keys() - outside.keys(), {inside[place] for place in inside.keys() & outside.keys()}
+
+    def _look(self, *, inside: bool) -> None:
+        now = {change.place: change for change in self._before.differing()}
+        for place in now.keys() | self._last.keys():
+            one, other = self._last.get(place), now.get(place)
+            if one is None or other is None or not one.is_still(other):
+                self._changed[inside][place] = (one or other).name  # type: ignore[union-attr]
+        self._last = now
+
+
 class FirstRun:
     """Runs on copies of the inputs. What it raises is what the function raises, and undone."""
 
@@ -74,8 +116,11 @@ class FirstRun:
         generators: tuple[torch.Generator, ...],
         *,
         may_stay: bool,
+        piecewise: bool = False,
     ) -> None:
-        """`may_stay`: whether this is a call, so that what cannot be undone may stand."""
+        """`may_stay`: whether this is a call, so that what cannot be undone may stand. `piecewise`: replays
+        call functions marked `@eager_boundary`."""
+        self._piecewise = piecewise
         self.refusal: str | None = None
         """Why no graph can do what it does."""
         self.effects = Effects(lambda name: line_using(name, self.ran.codes or ()))
@@ -197,11 +242,14 @@ class FirstRun:
                 torch.rand(
                     1, device="cpu"
                 )  # begin elsewhere: a step that ends in the same place anyway has seeded
-            copies = _copies(batch)
-            _run(function, signature, copies, second, ran)
+            copies, eager = _copies(batch), EagerChanges(before)
+            with eager_calls_by(eager) if self._piecewise else nullcontext():
+                _run(function, signature, copies, second, ran)
             self.changes, carried = before.changed(), before.carried(ran.codes)
             reads = {storage_address(tensor) for tensor in second.reads}
-            self.effects, carried_on = before.effects(ran.codes, reads)
+            by_replays, by_both = eager.found() if self._piecewise else (set(), set())
+            self.effects, carried_on = before.effects(ran.codes, reads, besides=by_replays)
+            self.effects.leave_to_replays(by_replays, by_both)
             if carried_on is None and second.made_last() - self.effects.storages():
                 carried_on = "a place that could not be found"
             own_generator = first.draws_random and not (second.generators <= generators)

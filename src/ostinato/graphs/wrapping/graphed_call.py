@@ -342,7 +342,15 @@ class GraphedCall:
 
     def _capture(self, signature: Signature, batch: Batch, *, may_stay: bool = False) -> FirstRun:
         device, options = self.device_of(batch), self.settings.options
-        first = FirstRun(self.function, signature, batch, device, options.generators, may_stay=may_stay)
+        first = FirstRun(
+            self.function,
+            signature,
+            batch,
+            device,
+            options.generators,
+            may_stay=may_stay,
+            piecewise=self.settings.mode is GraphMode.PIECEWISE,
+        )
         if self._overwrites:  # results are guarded: each is an object of its own
             first.same = SameObjects([], {}, [])
         self._entries = [entry for entry in self._entries if not entry.signature.same_as(signature)]
