@@ -15,10 +15,12 @@ import pytest
 import zmq
 
 from grammars.processes import is_alive
+from ostinato.server.engine_client import connection as connection_module
 from ostinato.server.engine_client.client import EngineClient, EngineGone, EngineLimits, EngineState
+from ostinato.server.engine_client.connection import EngineConnection
 from ostinato.server.engine_process import heartbeat
 from ostinato.server.engine_process.heartbeat import Heartbeat
-from ostinato.server.wire.messages import Beat, News, decode_event
+from ostinato.server.wire.messages import Abort, Beat, News, decode_event
 
 from .imported_late import aiohttp
 from .server_process import ServerProcess
@@ -64,6 +66,21 @@ def test_a_stopped_engine_is_noticed_and_restarts_are_counted(model: Path) -> No
         assert "starting again in 1 s" in server.log
         assert "2 restarts in a row did not help" in server.log
         assert "Traceback" not in server.log
+
+
+def test_what_is_sent_to_an_engine_that_has_just_ended_is_thrown_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its requests are failed with the others when the end is noticed, and are no failure of the server."""
+    monkeypatch.setattr(connection_module, "run_engine", print)  # which ends at once
+
+    async def scenario() -> None:
+        connection = EngineConnection({}, lambda event: None)
+        assert await connection.ended() == 0
+        connection.send(Abort([1]))
+        await connection.close()
+
+    asyncio.run(scenario())
 
 
 def wait_for_engine(server: ServerProcess, other_than: int) -> int:

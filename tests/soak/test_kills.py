@@ -96,6 +96,7 @@ class Fire:
             await asyncio.sleep(self.chance.uniform(0, 0.6))
             self.is_over = True
             server.process.kill()
+            self.seen["killed: http"] += 1
             await asyncio.wait_for(asyncio.gather(*clients), 20)
         finally:
             self.is_over = False
@@ -106,7 +107,7 @@ class Fire:
         end = time.monotonic() + 5
         while not (found := [each for each in group(server.process.pid) if each.role == role]):
             if time.monotonic() > end:
-                return  # nobody has had work for it
+                role = "guard"  # nobody has had work for the other one
             await asyncio.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.chance.choice(found).process, signal.SIGKILL)
@@ -221,4 +222,5 @@ def test_processes_are_killed_under_load(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_hundred_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(11)
     fire = run(tmp_path, monkeypatch, all_questions(), rounds(chance, 100))
+    assert sum(count for what, count in fire.seen.items() if what.startswith("killed")) >= 95
     assert fire.seen["right"] > 500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import secrets
@@ -65,7 +66,10 @@ class EngineConnection:
 
     def send(self, command: Command) -> None:
         """Never waits: what a dead process does not read is thrown away with the connection."""
-        self._commands.send(encode(command), zmq.NOBLOCK)
+        # Without a process at the other end there is no queue: it has ended, and whoever waits is about to
+        # hear of it.
+        with contextlib.suppress(zmq.Again):
+            self._commands.send(encode(command), zmq.NOBLOCK)
 
     async def ended(self) -> int | None:
         """Wait for the process to end; its exit code. Raises what went wrong in taking in its events."""
