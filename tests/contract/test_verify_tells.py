@@ -140,7 +140,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(
-    ("ladder", "seeds"), [([2, 4], 1), pytest.param([1, 2, 3, 4, 8], 8, marks=pytest.mark.slow)]
+    ("ladder", "seeds"), [([2, 4], 1), pytest.param([1, 3, 5, 8], 8, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_passes(device, name, ladder, seeds):
@@ -154,6 +154,26 @@ def test_a_right_program_passes(device, name, ladder, seeds):
         assert outcome.passed
         assert len(outcome.checks) >= 2 * len(ladder) - 1
     assert same(list(getattr(program, "buffers", list)()), state)
+
+
+def test_rows_that_a_smaller_graph_serves_are_not_tried_with_padding(device):
+    """A branch on the number of rows is right as long as those sizes have graphs of their own."""
+
+    def branching(x):
+        return x * 2 if x.shape[0] <= 2 else x + 1
+
+    served = wrap(branching, [1, 2, 6])
+    for size in (5, 1, 3, 2, 6):
+        x = randn(size, WIDTH, device=device)
+        assert same(served(x), branching(x))
+    outcome = served.verify()
+    assert outcome.passed
+    tried = [(check.descriptor, check.batch) for check in outcome.checks]
+    assert [each for each in tried if each[0] != each[1]] == [("decode 6x1", "decode 3x1")]
+    assert served.doctor(randn(3, WIDTH, device=device)).is_healthy
+    padded = make_runner(device, branching, [1, 6])
+    with pytest.raises(VerifyError, match="decode 6x1 with decode 2x1"):
+        padded.verify()
 
 
 def test_a_program_whose_rows_see_each_other_but_not_padding_is_said_to_be_one(device):

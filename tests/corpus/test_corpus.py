@@ -33,7 +33,6 @@ DIFFERENT: dict[str, str] = {}
 
 ALARMS = {
     "environment variable read in forward": "doctor says what is never noticed",
-    "branch on the number of rows": "verify pads a size that has a graph of its own",
 }
 """Programs that are right, and called unhealthy all the same."""
 

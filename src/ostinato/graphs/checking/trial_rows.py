@@ -1,6 +1,6 @@
 """Runs the step of a runner on the batches of its graphs, and cuts the real rows out of what it returns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -42,8 +42,9 @@ class Verifiable(Protocol):
     def poison_surroundings(self) -> None: ...
 
 
-def shapes_to_try(descriptor: BatchDescriptor) -> list[BatchShape]:
-    """A full batch, and one that is mostly padding."""
+def shapes_to_try(descriptor: BatchDescriptor, others: Iterable[BatchDescriptor] = ()) -> list[BatchShape]:
+    """Returns a full batch, and one that is mostly padding, or as much of it as calls ever get. `others`:
+    the graphs beside this one, of which a smaller one serves what fits into it."""
     full = BatchShape(
         descriptor.num_tokens,
         descriptor.num_reqs,
@@ -53,7 +54,31 @@ def shapes_to_try(descriptor: BatchDescriptor) -> list[BatchShape]:
         cascade=descriptor.cascade,
         extra=descriptor.extra,
     )
-    return [full] if 1 in (full.num_reqs, full.num_tokens) else [full, part_of(full, 3)]
+    if 1 in (full.num_reqs, full.num_tokens):
+        return [full]
+    part = part_of(full, 3)
+    smaller = [each for each in others if each < descriptor and _kind(each) == _kind(descriptor)]
+    if smaller:
+        largest = max(smaller)
+        reqs = min(max(part.num_reqs, largest.num_reqs + 1), full.num_reqs)
+        tokens = min(max(part.num_tokens, largest.num_tokens + 1), full.num_tokens)
+        part = (
+            replace(full, num_tokens=reqs * full.query_len, num_reqs=reqs)
+            if full.query_len
+            else replace(part, num_tokens=tokens)
+        )
+    return [full] if part == full else [full, part]
+
+
+def _kind(descriptor: BatchDescriptor) -> tuple[Any, ...]:
+    """Returns all of it but how large it is."""
+    return (
+        descriptor.query_len,
+        descriptor.lora,
+        descriptor.cascade,
+        descriptor.context,
+        descriptor.extra,
+    )
 
 
 def part_of(full: BatchShape, times: int) -> BatchShape:

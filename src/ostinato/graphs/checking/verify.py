@@ -11,7 +11,7 @@ really there is tried with batches beside which it would stand out. Only an owne
 independent is held to it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,7 +20,8 @@ import torch
 from ..capturing.captured import CapturedGraph
 from ..capturing.gate import turn
 from ..capturing.trial import Trials
-from ..dispatching.descriptor import BatchShape
+from ..dispatching.descriptor import BatchDescriptor, BatchShape
+from ..dispatching.keys import GraphKey
 from ..dispatching.mode import GraphMode
 from ..dispatching.step_mode import step_mode
 from ..errors import CaptureError, VerifyError
@@ -156,7 +157,8 @@ def verify(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Check every captured graph with a full batch and with a batch that is mostly padding.
+    """Check every captured graph with a full batch and with a batch that is mostly padding, or, where smaller
+    graphs serve those, with as much padding as calls get.
 
     `make_batch`: makes inputs for a shape (default: normally distributed numbers, and integers from each
     field's `sample` range). `tolerance`: replaces the tolerances by type. Raises VerifyError if a check
@@ -177,7 +179,7 @@ def verify(
             checks = [
                 checking.check(graph, shape)
                 for graph in runner.graphs.values()
-                for shape in shapes_to_try(graph.descriptor)
+                for shape in shapes_to_try(graph.descriptor, _of_mode(graph, runner.graphs))
             ]
         finally:
             for name, sink in runner.sinks.items():
@@ -191,6 +193,11 @@ def verify(
 def random_batch(fields: tuple[Field, ...], shape: BatchShape, generator: torch.Generator) -> Batch:
     """Random values for every field, on the host."""
     return {field.name: _random_values(field, shape, generator) for field in fields}
+
+
+def _of_mode(graph: CapturedGraph, graphs: Iterable[GraphKey]) -> list[BatchDescriptor]:
+    """The descriptors of graphs of the same mode."""
+    return [key.descriptor for key in graphs if key.mode is graph.key.mode]
 
 
 def _can_be_drawn(field: Field) -> bool:
