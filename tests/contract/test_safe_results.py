@@ -387,3 +387,19 @@ def test_what_is_one_object_without_graphs_is_one_object(device):
             assert (y is again["same"], state is h, weight is f.weight) == (True, True, True)
             assert same(h, x)
     assert f.graph_call.report().replays == 3
+
+
+@pytest.mark.parametrize("first", [5, 1])
+def test_what_is_an_argument_or_another_result_only_at_some_sizes_is_what_it_is_at_each(device, first):
+    own = torch.ones(WIDTH, device=device)
+
+    def step(x, h):
+        y = x + h
+        return (x * 2, y, y * 3, own * 4) if len(x) <= 2 else (x, y, y, own)
+
+    f = graphed(step, ladder=[1, 2, 6])
+    with torch.no_grad():
+        for rows in (first, 1, 3, 2, 6, 1):
+            x, h = randn(rows, WIDTH, device=device), randn(rows, WIDTH, device=device, seed=1)
+            assert same(f(x, h), step(x, h))
+    assert not f.report().eager_steps

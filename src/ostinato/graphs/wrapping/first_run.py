@@ -54,6 +54,19 @@ class SameObjects:
     def __bool__(self) -> bool:
         return bool(self._known or self._again)
 
+    def narrow_down(self, result: Any, arguments: Mapping[str, torch.Tensor]) -> None:
+        """Take in a run of another size: what is the same object only at some sizes is none of these."""
+        leaves, _ = flatten(result)
+        try:
+            self._known = [
+                (at, one)
+                for at, one in self._known
+                if leaves[at] is (arguments[one] if isinstance(one, str) else one)
+            ]
+            self._again = [(at, before) for at, before in self._again if leaves[at] is leaves[before]]
+        except IndexError:  # of such results no graph is made
+            self._known, self._again = [], []
+
     def restored(self, result: Any, batch: Batch) -> Any:
         """The result with these objects in their places."""
         leaves, structure = flatten(result)

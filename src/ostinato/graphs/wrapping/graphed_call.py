@@ -454,6 +454,8 @@ class GraphedCall:
                 is_watched = torch._C._len_torch_dispatch_stack() > 0
                 with first.ran.noted() if is_watched else nullcontext(), effects.noted() as left:
                     result = signature.call(function, inputs)
+                if first.same:
+                    first.same.narrow_down(result, inputs)
             if not (effects or written):
                 return result
             return Outcome(result, left, {name: inputs[name] for name in written})
