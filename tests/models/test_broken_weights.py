@@ -134,3 +134,49 @@ def test_no_directory_at_all(checkpoint: Path) -> None:
 def test_unknown_load_format(checkpoint: Path) -> None:
     with pytest.raises(WeightsError, match="unknown load_format 'pickle': use safetensors or dummy"):
         load_model(checkpoint, load_format="pickle")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(float("nan"), "1 NaN"), (float("inf"), "1 inf"), (float("-inf"), "1 -inf")], ids=str
+)
+@pytest.mark.parametrize("where", [WEIGHT, "model.norm.weight", "model.embed_tokens.weight"])
+def test_values_that_are_not_finite(
+    checkpoint: Path, where: str, value: float, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(checkpoint, lambda tensors: tensors[where].view(-1)[-3:-2].fill_(value))
+    refuse(checkpoint, rf"not finite in float32: {where} \({told} of [\d,]+\); .*allow_nonfinite_weights")
+    model = load_model(checkpoint, allow_nonfinite=True)
+    assert f"{where} ({told}" in caplog.text
+    assert not all(bool(weight.isfinite().all()) for weight in model.parameters())
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_too_large_for_the_models_type(checkpoint: Path, stored: torch.dtype, sign: int) -> None:
+    def plant(value: float) -> None:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            tensors.update({name: tensor.to(stored) for name, tensor in tensors.items()})
+            tensors[WEIGHT][3, 4] = sign * value
+
+        edit(checkpoint, change)
+
+    plant(65504.0 if stored == torch.float32 else 65280.0)
+    load_model(checkpoint, dtype=torch.float16)
+    plant(70_000.0)
+    load_model(checkpoint)
+    side = "above 65504" if sign > 0 else "below -65504"
+    with pytest.raises(WeightsError, match=rf"{WEIGHT} \(1 values {side}, .* such as bfloat16"):
+        load_model(checkpoint, dtype=torch.float16)
+
+
+def test_every_shard_is_looked_at(shards: Path) -> None:
+    files = sorted(shards.glob("model-*.safetensors"))
+    for file in (files[0], files[-1]):
+        tensors = load_file(file)
+        tensors[sorted(tensors)[0]].view(-1)[0] = float("nan")
+        save_file(tensors, file)
+    first, last = (sorted(load_file(file))[0] for file in (files[0], files[-1]))
+    with pytest.raises(WeightsError) as raised:
+        load_model(shards)
+    assert f"{first} (1 NaN" in str(raised.value)
+    assert f"{last} (1 NaN" in str(raised.value)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from models.small_models import FAMILIES, reference_model
 from ostinato.models import weight_update
@@ -177,6 +178,46 @@ def test_one_that_does_not_fit_changes_nothing(model: Transformer, fault: str, a
     assert_equal(model, old)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("form", ["mapping", "iterator", "directory"])
+def test_one_that_is_not_finite_changes_nothing(
+    model: Transformer, value: float, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = contents(model), other_weights(model)
+    name = list(new)[len(new) // 2]
+    new[name].view(-1)[-1] = value
+    if form == "directory":
+        save_file(new, tmp_path / "model.safetensors")
+
+    def given() -> object:
+        return {"mapping": new, "iterator": iter(new.items()), "directory": tmp_path}[form]
+
+    with pytest.raises(
+        WeightsError, match=rf"{name} \(1 {value!r:.3}.*allow_nonfinite".replace("nan", "NaN")
+    ):
+        update_weights(model, given())
+    assert_equal(model, old)
+    update_weights(model, given(), allow_nonfinite=True)
+    assert name in caplog.text
+    kept = checkpoint_tensors(model)[name].view(-1)
+    assert not kept[-1].isfinite()
+    assert kept[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize("as_iterator", [False, True])
+def test_one_that_is_too_large_for_the_models_type_changes_nothing(as_iterator: bool, tmp_path: Path) -> None:
+    reference_model("llama").save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float16)
+    old, new = contents(model), other_weights(model)
+    new["model.norm.weight"][7] = 65519.0  # rounds to the largest number of float16
+    update_weights(model, iter(new.items()) if as_iterator else new)
+    update_weights(model, old)
+    new["model.norm.weight"][7] = 65520.0
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight \(1 values above 65504"):
+        update_weights(model, iter(new.items()) if as_iterator else new)
+    assert_equal(model, old)
+
+
 @pytest.mark.parametrize("given", [5, [1, 2], [("a", "b", "c")], "nowhere/at/all"])
 def test_what_is_no_set_of_weights_is_refused(model: Transformer, given: object) -> None:
     old = contents(model)
@@ -227,8 +268,6 @@ def load_model_of(family: str) -> Transformer:
 
 
 def test_a_checkpoint_that_lacks_one_leaves_the_old_weights(directory: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     model = load_model(directory)
     old = contents(model)
     tensors = {name: tensor * 2 for name, tensor in load_file(directory / "model.safetensors").items()}

@@ -174,6 +174,7 @@ def test_what_is_malformed_or_hostile_changes_nothing(
         pickle.dumps([(HEAD, torch.zeros(by_twos[HEAD].shape, dtype=torch.int64))]),
         pickle.dumps([(HEAD, by_twos[HEAD]), (HEAD, by_twos[HEAD])]),
         pickle.dumps([(HEAD, by_twos[HEAD]), ("no.such.weight", torch.zeros(3))]),
+        pickle.dumps([(HEAD, by_twos[HEAD] / 0)]),
     ]
     calls: list[tuple[str, dict[str, Any]]] = [
         *(("/update_weights_from_tensor", {"serialized_named_tensors": [text_of(each)]}) for each in tensors),

@@ -61,6 +61,8 @@ class EngineConfig:
     """Values that take precedence over those in the model's config.json."""
     load_format: str = "auto"
     """auto, or dummy: random weights, from a config.json alone."""
+    allow_nonfinite_weights: bool = False
+    """Take NaN and infinite weights, at load and in updates, with a warning; otherwise they are refused."""
     device: str = "auto"
     """cuda or cpu; auto: the current GPU if there is one, otherwise the CPU."""
     max_model_len: int | None = None

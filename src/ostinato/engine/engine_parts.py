@@ -108,7 +108,8 @@ def _put_together(placed: PlacedModel, startup: StartupTimes, progress: bool | N
         if draft is not None:
             memory.clear_at_wake(draft.kv)
     sleeper = Sleeper(None if memory is None else memory.saver, config.device)
-    weights = ServedWeights(loaded.model, sleeper)
+    allow = config.config.allow_nonfinite_weights
+    weights = ServedWeights(loaded.model, sleeper, allow_nonfinite=allow)
     adapters = _served_adapters(loaded)
     prompt_bound = prompt_bound_of(config, loaded.model.config)
     # Both use pages with the same numbers: the target must not give up one that the draft still reads.

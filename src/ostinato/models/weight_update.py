@@ -8,7 +8,8 @@ A mapping or a list is checked completely before the first byte is written. Its 
 one copy each, so no old weights are kept, and an interrupt waits until all are written; if the device fails
 in between, the update reports torn weights, and its caller must not use them. An iterator reveals its weights
 only one by one, and a directory's file may become unreadable in the middle: there each old weight is copied
-to the host before it is overwritten, and restored if the update does not finish.
+to the host before it is overwritten, and restored if the update does not finish. NaN and infinite weights do
+not fit, unless they are allowed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .errors import ModelError, WeightsError
+from .finite_weights import FiniteCheck, refuse_nonfinite
 from .transformer import Transformer
 from .weights import OUTPUT_LAYER, are_equal, checkpoint_tensors, ignorable, is_tied, stored_weights
 
@@ -54,20 +56,24 @@ class UpdatedWeights:
 
 
 def update_weights(
-    model: Transformer, new: NamedTensors | str | Path, places: WeightPlaces | None = None
+    model: Transformer,
+    new: NamedTensors | str | Path,
+    places: WeightPlaces | None = None,
+    *,
+    allow_nonfinite: bool = False,
 ) -> UpdatedWeights:
     """Write new weights in place: a directory's, which must be complete, or the given ones. Raises
     WeightsError if one of them does not fit; nothing has changed then. `places`: those of this model, if
-    known."""
+    known. `allow_nonfinite`: take NaN and infinite weights, with a warning."""
     places = places or WeightPlaces(model)
     if isinstance(new, str | Path):
         _tell_of_another_config(Path(new), model.config)
         with closing(stored_weights(Path(new), model.embed_tokens.weight.device)) as stored:
-            written = _replace(places, stored, must_have=places.names)
+            written = _replace(places, stored, allow_nonfinite, must_have=places.names)
     elif isinstance(new, Mapping | list | tuple):
-        written = _replace_at_once(places, new)
+        written = _replace_at_once(places, new, allow_nonfinite)
     else:
-        written = _replace(places, _pairs(new))
+        written = _replace(places, _pairs(new), allow_nonfinite)
     places.wait()
     places.check_addresses()
     num_bytes = sum(places.views[name].nbytes for name in written)
@@ -106,6 +112,7 @@ class WeightPlaces:
         [layer] = model.config.family.tensors.of("embed_tokens")
         self.embeddings = f"{layer}.weight"
         """The name of the embeddings."""
+        self.dtype = model.embed_tokens.weight.dtype
         self._short = {name.removeprefix("model."): name for name in self.views}
         self._found = [
             (module._parameters, name, parameter.data_ptr())
@@ -219,12 +226,17 @@ def _checked(places: WeightPlaces, new: NamedTensors) -> dict[str, Tensor]:
     return checked
 
 
-def _replace_at_once(places: WeightPlaces, new: NamedTensors) -> dict[str, Tensor]:
+def _replace_at_once(places: WeightPlaces, new: NamedTensors, allow_nonfinite: bool) -> dict[str, Tensor]:
     """Everything is available: check all first, then write all."""
     checked = _checked(places, new)
     for given, tensor in new.items() if isinstance(new, Mapping) else new:
         if places.is_tied(given):
             places.check_tied(tensor, checked.get(places.embeddings))
+    finite = FiniteCheck(places.dtype)
+    for name, tensor in checked.items():
+        finite.add(name, tensor)
+    found = ((name, checked[name]) for name in finite.bad())
+    refuse_nonfinite(found, places.dtype, place="", allowed=allow_nonfinite)
     try:
         interrupt = _write_all(places, checked)
     except Exception as error:
@@ -235,11 +247,15 @@ def _replace_at_once(places: WeightPlaces, new: NamedTensors) -> dict[str, Tenso
 
 
 def _replace(
-    places: WeightPlaces, pairs: Iterable[tuple[object, object]], must_have: Iterable[str] = ()
+    places: WeightPlaces,
+    pairs: Iterable[tuple[object, object]],
+    allow_nonfinite: bool,
+    must_have: Iterable[str] = (),
 ) -> dict[str, Tensor]:
     """Write one after the other; old weights are kept on the host until all are written."""
     kept: dict[str, Tensor] = {}
     output_layers = []
+    finite = FiniteCheck(places.dtype)
     try:
         for given, tensor in pairs:
             name = places.name_of(given)
@@ -252,7 +268,12 @@ def _replace(
                 continue
             _refuse_twice(name, kept)
             new = places.checked(name, tensor)
+            finite.add(name, new)
             kept[name] = places.views[name].to("cpu", copy=True)
+            # The host has just waited for the old weight: nothing is lost by looking now, and `new` may be
+            # gone later.
+            found = ((each, new) for each in finite.bad())
+            refuse_nonfinite(found, places.dtype, place="", allowed=allow_nonfinite)
             places.views[name].copy_(new)
         if missing := sorted(set(must_have) - kept.keys()):
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""

@@ -14,6 +14,7 @@ from ostinato.kernels.allocation import Allocate
 
 from .config import ModelConfig
 from .errors import WeightsError
+from .finite_weights import FiniteCheck, refuse_nonfinite
 from .layers import Linear, RMSNorm
 from .transformer import Transformer
 
@@ -37,10 +38,12 @@ def load_model(
     seed: int = 0,
     allocate: Allocate | None = None,
     config: ModelConfig | None = None,
+    allow_nonfinite: bool = False,
 ) -> Transformer:
     """Build the model of `directory` with its weights on `device` in `dtype` (default: the checkpoint's).
 
     `allocate`: allocates the weights instead of torch. `config`: the model's shape, if not as in `directory`.
+    `allow_nonfinite`: take NaN and infinite weights, with a warning.
     """
     config = config or ModelConfig.load(directory)
     model = Transformer(
@@ -50,18 +53,23 @@ def load_model(
         max_positions=max_positions,
         allocate=allocate,
     )
-    fill_model(model, directory, load_format=load_format, seed=seed)
+    fill_model(model, directory, load_format=load_format, seed=seed, allow_nonfinite=allow_nonfinite)
     return model
 
 
 def fill_model(
-    model: Transformer, directory: str | Path, *, load_format: LoadFormat = "safetensors", seed: int = 0
+    model: Transformer,
+    directory: str | Path,
+    *,
+    load_format: LoadFormat = "safetensors",
+    seed: int = 0,
+    allow_nonfinite: bool = False,
 ) -> None:
     """Load the weights of a model that was only allocated, in place."""
     if load_format == "dummy":
         fill_with_random_weights(model, seed)
     elif load_format == "safetensors":
-        load_weights(model, directory)
+        load_weights(model, directory, allow_nonfinite=allow_nonfinite)
     else:
         raise WeightsError(f"unknown load_format {load_format!r}: use safetensors or dummy")
 
@@ -79,8 +87,10 @@ def checkpoint_tensors(model: Transformer) -> dict[str, Tensor]:
     return views
 
 
-def load_weights(model: Transformer, directory: str | Path) -> None:
+def load_weights(model: Transformer, directory: str | Path, *, allow_nonfinite: bool = False) -> None:
     """Copy the checkpoint in `directory` into `model`, in place: no address changes."""
+    dtype = model.embed_tokens.weight.dtype
+    finite = FiniteCheck(dtype)
     # A checkpoint saved from the bare model has names without "model.".
     wanted = {name.removeprefix("model."): view for name, view in checkpoint_tensors(model).items()}
     loaded: set[str] = set()
@@ -96,6 +106,7 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
                 f"{tensor.file}: tensor {tensor.name} has no place in {model.config.architecture}"
             )
         _copy(tensor, wanted[name])
+        finite.add(tensor.name, wanted[name])
         loaded.add(name)
     if missing := sorted(wanted.keys() - loaded):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
@@ -107,6 +118,11 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
             f"{directory}: config.json ties the output layer to the embeddings, but {OUTPUT_LAYER} in the "
             'checkpoint differs from them; to use it, set hf_overrides={"tie_word_embeddings": false}'
         )
+    if bad := set(finite.bad()):
+        # Read again, because only the checkpoint tells infinite values from those that became so.
+        stored = _stored_tensors(Path(directory), torch.device("cpu"))
+        found = ((each.name, each.reader.get_tensor(each.name)) for each in stored if each.name in bad)
+        refuse_nonfinite(found, dtype, place=f"{directory}: ", allowed=allow_nonfinite)
 
 
 def fill_with_random_weights(model: Transformer, seed: int = 0) -> None:

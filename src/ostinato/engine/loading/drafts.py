@@ -44,6 +44,7 @@ def load_draft(
         target,
         max_positions=config.max_positions,
         seed=config.config.seed,
+        allow_nonfinite=config.config.allow_nonfinite_weights,
         allocate=arenas("weights", config.device) if memory is None else memory.lasting,
     )
     if memory is not None:

@@ -188,7 +188,8 @@ def _no_room_told(shape: ModelConfig, config: ResolvedConfig, room: Room | None)
 
 def _fill(model: Transformer, directory: Path, asked: EngineConfig) -> None:
     kind: LoadFormat = "dummy" if asked.load_format == "dummy" else "safetensors"
-    fill_model(model, directory, load_format=kind, seed=asked.seed)
+    allow = asked.allow_nonfinite_weights
+    fill_model(model, directory, load_format=kind, seed=asked.seed, allow_nonfinite=allow)
 
 
 def weight_bytes(shape: ModelConfig, dtype: torch.dtype) -> int:

@@ -34,8 +34,10 @@ class WeightsReport:
 class ServedWeights:
     """The weights of one engine."""
 
-    def __init__(self, model: Transformer, sleeper: Sleeper) -> None:
+    def __init__(self, model: Transformer, sleeper: Sleeper, *, allow_nonfinite: bool) -> None:
+        """`allow_nonfinite`: updates may bring NaN and infinite weights."""
         self._model, self._sleeper = model, sleeper
+        self._allow_nonfinite = allow_nonfinite
         self._places = WeightPlaces(model)
         self._missing: set[str] = set()
         self._num_updates = 0
@@ -60,7 +62,8 @@ class ServedWeights:
         try:
             if not self._places.are_current:
                 self._places = WeightPlaces(self._model)
-            written = update_weights(self._model, new, self._places)
+            allow = self._allow_nonfinite
+            written = update_weights(self._model, new, self._places, allow_nonfinite=allow)
         except TornWeightsError as error:
             self.are_gone(str(error))
             raise

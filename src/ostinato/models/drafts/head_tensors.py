@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WeightsError
+from ..finite_weights import FiniteCheck, refuse_nonfinite
 from ..layers import Linear, RMSNorm
 from .checkpoint import Checkpoint
 from .eagle3 import Eagle3Head
@@ -68,12 +69,18 @@ def check_tensors(wanted: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
             )
 
 
-def fill(head: Head, checkpoint: Checkpoint) -> None:
+def fill(head: Head, checkpoint: Checkpoint, allow_nonfinite: bool = False) -> None:
     """Copy a checkpoint that `check_head` has accepted into a head, in place."""
-    wanted = head_tensors(head)
-    for name, tensor in checkpoint.tensors(next(head.parameters()).device):
+    wanted, weight = head_tensors(head), next(head.parameters())
+    finite = FiniteCheck(weight.dtype)
+    for name, tensor in checkpoint.tensors(weight.device):
         if name in wanted:
             wanted[name].copy_(tensor)
+            if tensor.is_floating_point():
+                finite.add(name, wanted[name])
+    found = ((name, checkpoint.one(name, torch.device("cpu"))) for name in finite.bad())
+    place = f"{checkpoint.directory}: "
+    refuse_nonfinite(found, weight.dtype, place=place, allowed=allow_nonfinite)
 
 
 def make_up(head: Head, seed: int) -> None:

@@ -44,11 +44,18 @@ class FoundDraft:
     """None: its weights are random."""
 
     def load(
-        self, target: Transformer, *, max_positions: int, seed: int = 0, allocate: Allocate | None = None
+        self,
+        target: Transformer,
+        *,
+        max_positions: int,
+        seed: int = 0,
+        allow_nonfinite: bool = False,
+        allocate: Allocate | None = None,
     ) -> Draft:
         """Load its weights next to the target's, in the same dtype.
 
-        `max_positions` bounds its rotary table; `allocate` allocates the weights.
+        `max_positions` bounds its rotary table; `allocate` allocates the weights; `allow_nonfinite` takes NaN
+        and infinite weights, with a warning.
         """
         weight = target.embed_tokens.weight
         if self.head is None:
@@ -61,6 +68,7 @@ class FoundDraft:
                 seed=seed,
                 allocate=_named(allocate),
                 config=self.layers,
+                allow_nonfinite=allow_nonfinite,
             )
             return WholeModel(model)
         parts = TargetParts.of(target)
@@ -70,7 +78,7 @@ class FoundDraft:
         if self.checkpoint is None:
             make_up(head, seed)
         else:
-            fill(head, self.checkpoint)
+            fill(head, self.checkpoint, allow_nonfinite)
         return head
 
 
