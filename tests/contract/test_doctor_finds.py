@@ -166,6 +166,7 @@ RIGHT = {
     "autocast": (lambda: nn.Linear(WIDTH, WIDTH), rows),
     "loop": (lambda: lambda x: torch.stack([x * factor for factor in (1.0, 0.5, 2.0)], 1), rows),
     "shape": (lambda: lambda x: x / x.shape[1] ** 0.5, rows),
+    "environment": (lambda: lambda x: x * float(os.environ.get("NO_SUCH_SCALE", "2")), rows),
     "formatted": (lambda: lambda x: x * len(f"{x.shape} of {x.dtype}"), rows),
 }
 
@@ -227,18 +228,6 @@ def own_numpy(own, x):
 
 def global_own_numpy(own, x):
     return x * 2 if OWN_NUMPY.random() < 9 else x  # here
-
-
-def environment(own, x):
-    return x * 2 if os.environ.get("NO_SUCH_SWITCH") else x  # here
-
-
-def getenv(own, x):
-    return x * 2 if os.getenv("NO_SUCH_SWITCH") else x  # here
-
-
-def environ(own, x):
-    return x * 2 if "NO_SUCH_SWITCH" in os.environ else x  # here
 
 
 def file(own, x):
@@ -354,7 +343,7 @@ def compared(own, x):
 
 HAZARDS = [
     *(clock, timer, date, python_random, own_random, global_own_random, numpy_random, own_numpy),
-    *(global_own_numpy, environment, getenv, environ, file, path, item, branch, loop, listed, array, printed),
+    *(global_own_numpy, file, path, item, branch, loop, listed, array, printed),
     *(told, asserted, masked, counted, unique, by_list, by_array, up_to, at, constant, number, from_array),
     *(to_host, validated, repeated, inverted, resized, compared),
 ]

@@ -1,6 +1,5 @@
 """`graphed` on functions: any pytree in and out, decisions per call, and what stays as it was."""
 
-import os
 from collections import namedtuple
 
 import pytest
@@ -563,12 +562,13 @@ def test_report_and_verify_cover_every_rung(device):
     assert f.report().replays == 1, "verification is not service"
 
 
-def test_verify_finds_a_graph_that_no_longer_agrees_with_the_function(device, monkeypatch):
+def test_verify_finds_a_graph_that_no_longer_agrees_with_the_function(device, tmp_path):
     """For a reason that no call notices: it is outside of Python."""
-    monkeypatch.setenv("SCALE", "2")
-    f = graphed(lambda x: x * float(os.environ["SCALE"]), ladder=[2, 4])
+    scale = tmp_path / "scale"
+    scale.write_text("2")
+    f = graphed(lambda x: x * float(scale.read_text()), ladder=[2, 4])
     f(randn(2, WIDTH, device=device))
-    monkeypatch.setenv("SCALE", "3")
+    scale.write_text("3")
     with pytest.raises(VerifyError, match="decode 4x1"):
         f.verify()
 

@@ -3,8 +3,10 @@ what they were, so a change runs eagerly and is named. What no code reads costs 
 
 import argparse
 import contextvars
+import cProfile
 import enum
 import functools
+import os
 import sys
 import types
 import weakref
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 from contract.steps import WIDTH, randn, reasons, same, wrap
+from ostinato.graphs import graphed_train_step
 
 LADDER = [1, 2, 4]
 IN_CONTEXT = contextvars.ContextVar("IN_CONTEXT", default=2.0)
@@ -518,3 +521,81 @@ def test_a_module_of_python_that_the_step_counts_in(device, package):
     for _ in range(3):
         assert same(f(x), x * 2)
     assert (reasons(f), f.report().replays) == ({}, 3)
+
+
+def scale_name():
+    return "_".join(("GRAPHS", "SCALE"))
+
+
+ENVIRONMENT = {
+    "getenv": lambda: os.getenv("GRAPHS_SCALE", "2"),
+    "get": lambda: os.environ.get("GRAPHS_SCALE", "2"),
+    "in": lambda: os.environ["GRAPHS_SCALE"] if "GRAPHS_SCALE" in os.environ else "2",  # noqa: SIM401
+    "made-up name": lambda: os.environ.get(scale_name(), "2"),
+    "bytes": lambda: os.environb.get(b"GRAPHS_SCALE", b"2").decode(),
+    "all": lambda: dict(os.environ).get("GRAPHS_SCALE", "2"),
+}
+
+
+@pytest.mark.parametrize("was", [None, "3"])
+@pytest.mark.parametrize("read", ENVIRONMENT)
+def test_an_environment_variable(device, monkeypatch, read, was):
+    monkeypatch.delenv("GRAPHS_SCALE", raising=False)
+    if was is not None:
+        monkeypatch.setenv("GRAPHS_SCALE", was)
+    f = wrap(lambda x: x * float(ENVIRONMENT[read]()), [2, 4])
+    x = randn(3, WIDTH, device=device)
+    assert same(f(x), x * float(was or 2))
+    monkeypatch.setenv("GRAPHS_SCALE", "5")
+    assert same(f(x), x * 5)
+    assert reasons(f) == {"attribute-changed": 1}
+    f.recapture()
+    assert same(f(x), x * 5)
+    monkeypatch.setenv("GRAPHS_SCALE", "5")
+    assert same(f(x), x * 5)
+    monkeypatch.delenv("GRAPHS_SCALE")
+    assert same(f(x), x * 2)
+    assert reasons(f) == {"attribute-changed": 2}
+    if read != "all":
+        monkeypatch.setenv("GRAPHS_SCALE", "5")
+        monkeypatch.setenv("GRAPHS_OTHER", "1")
+        assert same(f(x), x * 5)
+        assert reasons(f) == {"attribute-changed": 2}
+
+
+def test_an_environment_variable_while_a_profiler_looks(device, monkeypatch):
+    monkeypatch.delenv("GRAPHS_SCALE", raising=False)
+    f = wrap(lambda x: x * float(os.getenv("GRAPHS_SCALE", "2")), [2, 4])
+    x = randn(3, WIDTH, device=device)
+    with cProfile.Profile():
+        assert same(f(x), x * 2)
+    assert not reasons(f)
+    monkeypatch.setenv("GRAPHS_SCALE", "5")
+    assert same(f(x), x * 5)
+
+
+def test_an_environment_variable_in_training(device, monkeypatch):
+    monkeypatch.setenv("GRAPHS_SCALE", "2")
+    weights = [torch.nn.Parameter(torch.ones(WIDTH, device=device)) for _ in range(2)]
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x):
+            return x * self.weight * float(os.environ["GRAPHS_SCALE"])
+
+    models = [Scaled(weight) for weight in weights]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    step = graphed_train_step(models[0], torch.nn.functional.mse_loss, optimizers[0])
+    for scale in ("2", "2", "3", "3", "2"):
+        monkeypatch.setenv("GRAPHS_SCALE", scale)
+        x, y = randn(4, WIDTH, device=device), randn(4, WIDTH, device=device, seed=1)
+        loss = step(x, y)
+        optimizers[1].zero_grad()
+        wanted = torch.nn.functional.mse_loss(models[1](x), y)
+        wanted.backward()
+        optimizers[1].step()
+        assert torch.allclose(loss, wanted)
+    assert torch.allclose(*weights)

@@ -1,5 +1,5 @@
-"""What a step reads in Python that no replay reads again: clocks, Python's and NumPy's random numbers, the
-environment, files. A capture takes these for constants without a word, so only watching the code finds them.
+"""What a step reads in Python that no replay reads again: clocks, Python's and NumPy's random numbers,
+files. A capture takes these for constants without a word, so only watching the code finds them.
 
 Note [Who calls]
 Only what the user's own code calls counts: torch and other libraries look at clocks and files for purposes of
@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from types import CodeType, FrameType
@@ -26,7 +26,6 @@ from ..forbidden import Forbidden
 
 _CLOCK = "reads the clock, and a replay would go on with the time of the capture: read it outside of the step"
 _DRAW = "draws a number in Python, and a replay would repeat that of the capture: draw with torch"
-_ENVIRONMENT = "reads an environment variable, which a replay does not: read it once, before the capture"
 _FILE = (
     "reads a file, which a replay does not: read it before the capture, and keep what it holds in a tensor"
 )
@@ -44,7 +43,6 @@ def _codes(*functions: Any) -> set[CodeType]:
     return {code for function in functions if (code := getattr(function, "__code__", None)) is not None}
 
 
-_OF_ENVIRONMENT = _codes(os.getenv, type(os.environ).__getitem__, Mapping.get, Mapping.__contains__)
 _OF_FILES = _codes(Path.open, Path.read_text, Path.read_bytes, torch.load, np.load, np.loadtxt, np.genfromtxt)
 
 
@@ -135,8 +133,6 @@ def _of_function(frame: FrameType) -> Forbidden | None:
         return Forbidden(f"random.{called}", _DRAW)
     if code in _OF_FILES:
         return Forbidden(called, _FILE)
-    if code in _OF_ENVIRONMENT and (called == "getenv" or frame.f_locals.get("self") is os.environ):
-        return Forbidden("os.getenv" if called == "getenv" else "os.environ", _ENVIRONMENT)
     return None
 
 

@@ -59,8 +59,14 @@ class PythonValues:
         self._told: set[str] = set()
 
     def _reached(self, ignored: Collection[Key] = ()) -> Reached:
-        ran = self._ran.codes
-        return Reached(*self._roots, ignored=ignored, with_hooks_of=self._with_hooks_of, ran=ran)
+        ran, environment = self._ran.codes, self._ran.environment
+        return Reached(
+            *self._roots,
+            ignored=ignored,
+            with_hooks_of=self._with_hooks_of,
+            ran=ran,
+            environment=environment,
+        )
 
     @contextmanager
     def first_step(self) -> Iterator[None]:

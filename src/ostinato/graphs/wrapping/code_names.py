@@ -2,11 +2,12 @@
 
 import functools
 import opcode
+import os
 import sys
 import sysconfig
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +189,21 @@ def _is_filled(steps: list[tuple[str, Any]]) -> bool:
     return ops == ["COPY", "COPY", "BINARY_SUBSCR"]
 
 
+_VARIABLES = type(os.environ)
+_LOOKS_UP, _LISTS, _COUNTS = (
+    getattr(_VARIABLES, method).__code__ for method in ("__getitem__", "__iter__", "__len__")
+)
+
+
 class Ran:
-    """Which code ran: no other code runs as long as all that it read is the same."""
+    """Which code ran, and which environment variables it asked for: no other code runs, and no others are
+    asked for, as long as all that it read is the same."""
 
     def __init__(self) -> None:
         self._codes: set[types.CodeType] = set()
+        self._environment: set[Any] = set()
         self._is_known = True
+        self._lists_environment = False
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -206,7 +216,10 @@ class Ran:
 
         def note(frame: types.FrameType, event: str, _: Any) -> None:
             if event == "call":
-                add(frame.f_code)
+                code = frame.f_code
+                add(code)
+                if code is _LOOKS_UP or code is _LISTS or code is _COUNTS:
+                    self._note_variable(frame)
 
         sys.setprofile(note)
         try:
@@ -214,7 +227,32 @@ class Ran:
         finally:
             sys.setprofile(None)
 
+    def _note_variable(self, frame: types.FrameType) -> None:
+        """Something of `os.environ` is asked for, by code that counts or by torch's or Python's own."""
+        variables, caller = frame.f_locals["self"], frame.f_back
+        while caller is not None and caller.f_code.co_filename.startswith("<frozen"):
+            caller = caller.f_back
+        is_it = getattr(variables, "_data", None) is environment_now()
+        if not is_it or caller is None or not is_read_from(caller.f_code):
+            return
+        if frame.f_code is not _LOOKS_UP:
+            self._lists_environment = True
+            return
+        with suppress(TypeError):  # as it raises itself
+            self._environment.add(variables.encodekey(frame.f_locals["key"]))
+
     @property
     def codes(self) -> set[types.CodeType] | None:
         """All of it; None if that is not known."""
         return self._codes if self._is_known else None
+
+    @property
+    def environment(self) -> set[Any] | None:
+        """The environment variables, as keys of `environment_now()`; None if it may be any."""
+        return self._environment if self._is_known and not self._lists_environment else None
+
+
+def environment_now() -> dict[Any, Any]:
+    """The dictionary behind `os.environ`, whose entries stay the same objects until they are set."""
+    found: dict[Any, Any] = vars(os.environ)["_data"]
+    return found

@@ -377,6 +377,7 @@ class GraphedCall:
             ignored=first.changes | first.effects.places(),
             growing=first.grown | {holder for holder, _ in changed},
             ran=first.ran.codes,
+            environment=first.ran.environment,
         )
         if runner.graphs and (why := reached.why_closed()) is not None:
             runner.give_up(f"CaptureError: {why}")  # of an installed package's code, which had to run first

@@ -21,6 +21,7 @@ after trial runs; what it assigns only in the first call was created once, and s
 """
 
 import functools
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -36,7 +37,7 @@ from ..blame import line_using
 from ..checking.addresses import moved_error
 from ..trees import tensors_in
 from ..trimming import same_constant
-from .code_names import accumulates, is_read_from, looks_at, named_in
+from .code_names import accumulates, environment_now, is_read_from, looks_at, named_in
 from .effects import Change, Effects
 from .holders import ARRAYS, MISSING, WHOLE, Key, PartOf, drop, identity, item_of, items_of, put
 from .standing import Comparison
@@ -52,6 +53,7 @@ _flash, _efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficien
 _math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 _BY_MADE_UP_NAMES = frozenset(("setattr", "vars", "__dict__", "__setattr__"))
 """Code that mentions these may assign an attribute whose name it does not mention."""
+_ASK_FOR_ENVIRONMENT = frozenset(("environ", "environb", "getenv", "getenvb"))
 _training, _dtype = attrgetter("training"), attrgetter("dtype")
 
 
@@ -66,11 +68,13 @@ class Reached:
         growing: Collection[int] = (),
         with_hooks_of: Callable[[Any], bool] | None = None,
         ran: Collection[CodeType] | None = None,
+        environment: Collection[Any] | None = (),
     ) -> None:
         """`roots`: the function, and others that it is given. `reads`: addresses of the storages that count;
         None: all. `ignored`: what the function changes itself. `growing`: containers, by identity, that
         the function adds to. `with_hooks_of`: whose hooks of gradients count. `ran`: what counts of the code
-        of installed packages; None: all."""
+        of installed packages; None: all. `environment`: the environment variables that count; None: all, if
+        code mentions them."""
         self._ignored = ignored
         walk = Walk(roots, reads, ignored, with_hooks_of, ran)
         self.modules = walk.modules
@@ -87,6 +91,8 @@ class Reached:
         self._values = [
             entry for entry in walk.values if entry[1] is not WHOLE or id(entry[0]) not in self._not_growing
         ]
+        if environment is not None or not _ASK_FOR_ENVIRONMENT.isdisjoint(walk.called_names):
+            self._values += _variables(environment)
         self._saved = [(name, holder, dict(items_of(holder))) for name, holder in walk.holders.values()]
         self._names = {id(holder): name for name, holder in walk.holders.values()}
         self._dictionaries = [entry for entry in self._saved if isinstance(entry[1], dict)]
@@ -153,6 +159,8 @@ class Reached:
         for h, key, value, _ in self._values:
             if isinstance(h, ARRAYS):
                 found.add_equal(functools.partial(item_of, h, key))
+            elif isinstance(h, dict) and value is None and key not in h:
+                found.add_missing(h, key)
             elif not self._is_kept(h, key, value):
                 now = item_of(h, key)  # an equal one may have taken its place
                 found.add_places([(h, key, now if same_constant(now, value) else value)])
@@ -401,6 +409,14 @@ class Reached:
             for hooks in HOOKS:
                 found += own.get(hooks, {}).values()
         return found
+
+
+def _variables(names: Collection[Any] | None) -> list[tuple[Any, Any, Any, str]]:
+    """Environment variables of these names, or all as one."""
+    holder = environment_now()
+    if names is None:
+        return [(holder, WHOLE, item_of(holder, WHOLE), "os.environ")]
+    return [(holder, key, holder.get(key), f"os.environ[{os.fsdecode(key)!r}]") for key in sorted(names)]
 
 
 def _grouped(entries: list[tuple[Any, Any, Any, str]]) -> Iterator[tuple[Callable[[], Any], list[Any]]]:
