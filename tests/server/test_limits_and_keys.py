@@ -36,7 +36,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         *("--profile-dir", str(tmp_path_factory.mktemp("profiles")), "--metrics-prefix", "vllm"),
         *("--max-running-requests", "2", "--cuda-graph-bs", "2", "--restart-engine"),
         *("--stream-interval", "5", "--allowed-origins", "http://page.example"),
-        *("--max-logprobs", "-1", "--trust-request-chat-template"),
+        *("--max-logprobs", "-1", "--trust-request-chat-template", "--share-prefixes"),
     )
     with ServerProcess(model, *flags) as server:
         yield server
@@ -62,6 +62,15 @@ def test_keys(guarded: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
+
+
+def test_keys_share_prefixes_if_told_to(guarded: ServerProcess) -> None:
+    def cached(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}".encode()}
+        answer = guarded.post("/v1/completions", {**BODY, "prompt": "mississippi rivers"}, headers=headers)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(key) for key in ("first", "sécond", "boss")] == [0, 16, 16]
 
 
 def test_log_probabilities_of_all_tokens(guarded: ServerProcess) -> None:
