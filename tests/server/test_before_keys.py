@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ostinato.server.http.connections import ClientLimits, Connections, counted_address
+from ostinato.server.http.connections import ClientLimits, Connections
+from ostinato.server.tenants.tenant import AddressTenants, counted_address
 
 from .attacks import (
     MOST_SLOWDOWN,
@@ -108,6 +109,9 @@ def test_addresses_are_counted_by_who_owns_them() -> None:
     assert counted_address("2001:db8:1:3::1") != counted_address(same[0])
     assert counted_address("::ffff:10.0.0.1") == counted_address("10.0.0.1") != counted_address("10.0.0.2")
     assert len({counted_address(each) for each in ("127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1")}) == 1
+    tenants = AddressTenants()
+    assert len({tenants.of(each).name for each in same}) == 1
+    assert tenants.of("::ffff:10.0.0.1") is tenants.of("10.0.0.1") is not tenants.of("10.0.0.2")
 
 
 class _Connection:

@@ -10,7 +10,6 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,11 +18,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ..config import ServerConfig
 from ..given_back import GivenBack
 from ..openai.errors import ApiError, unavailable
+from ..tenants.tenant import LOOPBACK, counted_address
 from .json_answers import error_response
 from .keys import ADMIN_PATHS, OPEN_PATHS
 from .large_bodies import HELD_BODIES
 
-LOOPBACK = "loopback"
 RESERVE = 64
 """Connections beyond the limit, for probes and admins alone."""
 CLIENT_RESERVE = 8
@@ -475,21 +474,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._all.given_back.soon()
         self.transport.write(b"\r\n".join((*lines, b"", body)))
         self.transport.close()
-
-
-def counted_address(host: str) -> str:
-    """Returns what connections of a client are counted by: the address, or the network of an IPv6 address,
-    which has as many addresses as its owner likes. All loopback addresses are one."""
-    try:
-        address = ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, IPv6Address):
-        if address.ipv4_mapped is None:
-            network = str(IPv6Address(int(address) >> 64 << 64))
-            return LOOPBACK if address.is_loopback else network
-        address = address.ipv4_mapped
-    return LOOPBACK if address.is_loopback else str(address)
 
 
 class _Reserved:

@@ -7,12 +7,13 @@ is part of every salt.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter, OrderedDict
 from contextvars import ContextVar
+from ipaddress import IPv6Address, ip_address
 
 from .quotas import Limits, Quota
 
+LOOPBACK = "loopback"
 MOST_ADDRESSES = 4096
 """Addresses that are told apart at a time."""
 
@@ -63,7 +64,7 @@ class AddressTenants:
 
     def of(self, host: str) -> Tenant:
         """Returns the tenant of an address; one that has many IPv6 addresses is one tenant."""
-        name = f"@{_network(host)}"
+        name = f"@{counted_address(host)}"
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, counts=self.counts)
@@ -77,16 +78,19 @@ class AddressTenants:
                 del self._tenants[name]
 
 
-def _network(host: str) -> str:
+def counted_address(host: str) -> str:
+    """Returns what clients are told apart by: the address, or the network of an IPv6 address, which has as
+    many addresses as its owner likes. All loopback addresses are one."""
     try:
-        address = ipaddress.ip_address(host)
+        address = ip_address(host.partition("%")[0])
     except ValueError:
         return host
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return host
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is None:
+            network = str(IPv6Address(int(address) >> 64 << 64))
+            return LOOPBACK if address.is_loopback else network
+        address = address.ipv4_mapped
+    return LOOPBACK if address.is_loopback else str(address)
 
 
 NOBODY = Tenant("")
