@@ -155,4 +155,4 @@ def test_every_field_at_its_largest_and_every_pair(asked: ServerProcess, prompts
         witness.seen["first"] = 0.0  # rows are handed out in the order of arrival
         witness.check()
     asked.wait_until_idle()
-    settled(asked, before, 60)
+    settled(asked, before, 60, memory=0.05)
