@@ -20,6 +20,7 @@ HERE = Path(__file__).name
 LADDER = [2, 4]
 SCALE = torch.linspace(0.5, 2.0, WIDTH)
 PLACES = torch.tensor([0, 2, 5])
+seconds = time.perf_counter
 OWN_RANDOM, OWN_NUMPY = random.Random(3), np.random.default_rng(3)
 
 
@@ -196,12 +197,6 @@ def clock(own, x):
     return x * 2 if time.time() - own.start > 60 else x  # here
 
 
-def timer(own, x):
-    started = time.perf_counter()  # here
-    own.seconds = started
-    return x * 2
-
-
 def date(own, x):
     return x * (2 if datetime.now().hour > 30 else 1)  # here
 
@@ -341,8 +336,26 @@ def compared(own, x):
     return x * 2 if torch.equal(x, x + 1) else x  # here
 
 
+def timer_used(own, x):
+    started = time.perf_counter()  # here
+    own.took = time.perf_counter() - started  # here
+    return x * 2 if own.took < 60 else x
+
+
+def timer_passed_on(own, x):
+    started = time.perf_counter()  # here
+    own.took = time.perf_counter() - started  # here
+    return x + started
+
+
+def timer_of_another_name(own, x):
+    own.took = time.perf_counter() - own.start
+    return x + seconds()
+
+
 HAZARDS = [
-    *(clock, timer, date, python_random, own_random, global_own_random, numpy_random, own_numpy),
+    *(clock, timer_passed_on, date, python_random, own_random, global_own_random, numpy_random),
+    own_numpy,
     *(global_own_numpy, file, path, item, branch, loop, listed, array, printed),
     *(told, asserted, masked, counted, unique, by_list, by_array, up_to, at, constant, number, from_array),
     *(to_host, validated, repeated, inverted, resized, compared),
@@ -363,6 +376,42 @@ def test_a_planted_hazard_is_named_with_its_line(device, hazard, capsys):
     assert not found.causes or not any(obstacle.is_refused for obstacle in found.obstacles)
 
 
+def measured(own, x):
+    begun = time.perf_counter()
+    y = x * 2
+    own.took = time.perf_counter() - begun
+    return y
+
+
+def measured_twice(own, x):
+    now = time.monotonic_ns()
+    y = x * 2
+    middle = time.monotonic_ns()
+    own.log["first"] = own.last = (middle - now) / 1e6
+    own.log["second"] = (time.monotonic_ns() - middle) / 1e6
+    return y
+
+
+def stamped(own, x):
+    own.at = time.time()
+    return x * 2
+
+
+@pytest.mark.parametrize("step", [measured, measured_twice], ids=lambda step: step.__name__)
+def test_a_time_that_is_only_left_in_python_is_a_note(device, step):
+    found = graphed(InState(step).to(device), ladder=LADDER).doctor(rows(device))
+    assert found.is_healthy, found
+    assert not found.obstacles + found.causes
+    assert all(f"in {step.__name__}" in note and "time." in note for note in found.notes)
+    assert found.notes
+
+
+def test_a_time_of_which_a_step_does_more_is_named(device):
+    for step in (timer_used, timer_of_another_name, stamped):
+        found = graphed(InState(step).to(device), ladder=LADDER).doctor(rows(device))
+        assert not found.is_healthy, step
+
+
 class Extrema(nn.Module):
     def __init__(self):
         super().__init__()
@@ -379,6 +428,7 @@ class InState(nn.Module):
     def __init__(self, forward):
         super().__init__()
         self.calls, self.history, self.numbers, self.step = 0, [], iter([1.0, 2.0, 3.0] * 20), forward
+        self.log, self.start = {}, time.perf_counter()
 
     def forward(self, x):
         return self.step(self, x)

@@ -5,14 +5,24 @@ Note [Who calls]
 Only what the user's own code calls counts: torch and other libraries look at clocks and files for purposes of
 their own, such as a line of a log. Calls of C functions are seen by a profiler. NumPy's are of a kind that no
 profiler sees, so its generators are compared after every line of the user's.
+
+Note [Where a time goes]
+A function that measures itself reads the clock and is right all the same, if the time goes nowhere but into
+numbers that it leaves in Python. That is read from its source: local variables and attributes get the clock,
+or sums and differences of it, and these variables are used for nothing else. Whether nobody looks at the
+attributes is known elsewhere.
 """
 
+import ast
 import builtins
+import functools
+import inspect
 import os
 import random
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import date
 from pathlib import Path
 from types import CodeType, FrameType
@@ -52,6 +62,9 @@ class HostReads:
     def __init__(self, report: Callable[[Forbidden, Blame], None]) -> None:
         """`report` is called with what was read and where."""
         self._report = report
+        self.times: dict[str, frozenset[str]] = {}
+        """Lines that read the clock, with the names of the attributes that alone get the time, see Note
+        [Where a time goes]."""
         self._generators: dict[int, tuple[Any, Any]] = {}
         self._last: tuple[FrameType, int] | None = None
 
@@ -78,7 +91,10 @@ class HostReads:
         else:
             return
         if found is not None:
-            self._report(found, Blame(frame_line(frame, frame.f_lineno)))
+            line = frame_line(frame, frame.f_lineno)
+            if found.why is _CLOCK and (names := _fed_by_clock(frame.f_code).get(frame.f_lineno)):
+                self.times[line] = names
+            self._report(found, Blame(line))
 
     # -- NumPy -------------------------------------------------------------------------------------
 
@@ -109,6 +125,65 @@ class HostReads:
                 if self._last is not None:
                     found = Forbidden("NumPy's random numbers", _DRAW)
                     self._report(found, Blame(frame_line(*self._last)))
+
+
+@functools.cache
+def _fed_by_clock(code: CodeType) -> dict[int, frozenset[str]]:
+    """Returns the attributes and entries that get times which a function reads, by line; none if these times
+    go elsewhere, too, or may, see Note [Where a time goes]."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return {}
+    nodes = list(ast.walk(tree))
+    simple = [
+        each
+        for each in nodes
+        if isinstance(each, ast.Assign) and _is_arithmetic(each.value) and all(map(_name_of, each.targets))
+    ]
+    times: set[str] = set()
+    timed: list[ast.Assign] = []
+    while found := [each for each in simple if each not in timed and _has_time(each.value, times)]:
+        timed += found
+        times |= {target.id for each in found for target in each.targets if isinstance(target, ast.Name)}
+    inside = {id(node) for each in timed for node in ast.walk(each.value)}
+    shared = {name for each in nodes if isinstance(each, ast.Global | ast.Nonlocal) for name in each.names}
+    if shared & times or any(_is_time(node, times) and id(node) not in inside for node in nodes):
+        return {}
+    targets = [target for each in timed for target in each.targets if not isinstance(target, ast.Name)]
+    names = frozenset(filter(None, map(_name_of, targets)))
+    first = code.co_firstlineno - 1
+    return {first + line: names for each in timed for line in range(each.lineno, (each.end_lineno or 0) + 1)}
+
+
+def _name_of(target: ast.expr) -> str | None:
+    """Returns the name of a variable, an attribute or an entry that is assigned."""
+    if isinstance(target, ast.Subscript):
+        key = target.slice
+        return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None
+    return getattr(target, "attr", None) or getattr(target, "id", None)
+
+
+_CLOCK_NAMES = frozenset(clock.__name__ for clock in _CLOCKS)
+
+
+def _is_arithmetic(node: ast.expr) -> bool:
+    """Returns whether it is made of variables, constants and the clock, and decides nothing."""
+    if isinstance(node, ast.BinOp):
+        return _is_arithmetic(node.left) and _is_arithmetic(node.right)
+    return isinstance(node, ast.Name | ast.Attribute | ast.Constant) or _is_time(node, ())
+
+
+def _has_time(node: ast.expr, times: Collection[str]) -> bool:
+    return any(_is_time(inner, times) for inner in ast.walk(node))
+
+
+def _is_time(node: ast.AST, times: Collection[str]) -> bool:
+    """Returns whether it asks a clock, or is one of these variables."""
+    if isinstance(node, ast.Call):
+        called = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+        return called in _CLOCK_NAMES and not node.args and not node.keywords
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in times
 
 
 def _of_builtin(called: Any) -> Forbidden | None:

@@ -51,10 +51,16 @@ class Examined(Protocol):
 
     def report(self) -> Report: ...
 
+    def measured(self) -> list[str]: ...
+
 
 _ON_A_GPU = (
     "on a GPU: {}\n    {} without device= makes a tensor in host memory, where the step cannot use it, and a "
     "copy to the device cannot be captured: pass device=x.device"
+)
+_LEFT_ALONE = (
+    "{}\n    {}: the time goes into {} alone, which replays leave as it is: take it around the calls to have "
+    "that of every call"
 )
 _RAISED = "raised while a capture was under way, and is not raised otherwise"
 _WAY_OUT = (
@@ -78,7 +84,7 @@ class Diagnosis:
     verification: Verification | None
     """How graphs compare with the function; None if there are none, or `causes` says how they differ."""
     notes: tuple[str, ...] = ()
-    """What is no obstacle here and would be one on a GPU."""
+    """What is no obstacle here and would be one on a GPU, and numbers in Python that replays leave alone."""
 
     @property
     def is_healthy(self) -> bool:
@@ -116,7 +122,7 @@ def diagnose(call: Examined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
         return Diagnosis((), 0, (f"{signature.opaque}: pass tensors or numbers",), None, None)
     piecewise = call.settings.mode is GraphMode.PIECEWISE
     with turn, _quiet(), python_draws.undone():
-        watch = _examine(call, signature, batch, ObstacleWatch(piecewise=piecewise))
+        watch, times = _examine(call, signature, batch, ObstacleWatch(piecewise=piecewise))
         verification, causes = None, []
         try:
             call.capture(*args, **kwargs)
@@ -129,8 +135,16 @@ def diagnose(call: Examined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     causes += [cause for cause in of_sizes.values() if not _is_said(cause, watch.obstacles)]
     is_on_host = call.device_of(batch).type == "cpu"
     notes = [_ON_A_GPU.format(where, what) for where, what in watch.made_on_host.items() if is_on_host]
+    left_alone = {name.rpartition(".")[2] for name in call.measured()}
+    obstacles = []
+    for each in watch.obstacles:
+        names = times.get(each.where or "", frozenset())
+        if names and names <= left_alone and not each.is_refused:
+            notes.append(_LEFT_ALONE.format(each.where, each.what, ", ".join(sorted(names))))
+        else:
+            obstacles.append(each)
     return Diagnosis(
-        watch.obstacles, watch.operations, tuple(causes), report, verification, notes=tuple(notes)
+        tuple(obstacles), watch.operations, tuple(causes), report, verification, notes=tuple(notes)
     )
 
 
@@ -143,8 +157,12 @@ def _is_said(cause: str, obstacles: tuple[Obstacle, ...]) -> bool:
     )
 
 
-def _examine(call: Examined, signature: Signature, batch: Batch, watch: ObstacleWatch) -> ObstacleWatch:
-    """Run the function on copies of its inputs, once as it is and once watched, and undo both runs."""
+def _examine(
+    call: Examined, signature: Signature, batch: Batch, watch: ObstacleWatch
+) -> tuple[ObstacleWatch, dict[str, frozenset[str]]]:
+    """Run the function on copies of its inputs, once as it is and once watched, and undo both runs. Returns
+    what the watch has found, and where the times go that it reads, by line."""
+    reads = HostReads(partial(watch.note, is_refused=False))
     backend = backend_for(call.device_of(batch))
 
     def run(watching: AbstractContextManager[Any]) -> None:
@@ -165,17 +183,17 @@ def _examine(call: Examined, signature: Signature, batch: Batch, watch: Obstacle
 
     run(nullcontext())  # as before a capture: kernels are compiled, and what it raises anyway is raised
     try:
-        run(_watching(watch))
+        run(_watching(watch, reads))
     except Exception as error:
         text = str(error).splitlines()
         what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
         watch.note(Forbidden(what, _RAISED), blamed(frames_of(error.__traceback__)))
-    return watch
+    return watch, reads.times
 
 
 @contextmanager
-def _watching(watch: ObstacleWatch) -> Iterator[None]:
-    with watch, HostReads(partial(watch.note, is_refused=False)):
+def _watching(watch: ObstacleWatch, reads: HostReads) -> Iterator[None]:
+    with watch, reads:
         yield
 
 

@@ -244,6 +244,10 @@ class GraphedCall:
             tuple(note for outcome in outcomes for note in outcome.notes),
         )
 
+    def measured(self) -> list[str]:
+        """The names of numbers that the function leaves in Python and replays leave alone."""
+        return [name for entry in self._entries for name in entry.first.effects.measured]
+
     def graphs(self) -> list[CapturedGraph]:
         """All captured graphs."""
         return [graph for entry in self._entries for graph in entry.runner.graphs.values()]
