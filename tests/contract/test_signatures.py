@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from contract.steps import WIDTH, randn, reasons, same, wrap
+from ostinato.graphs import ConfigError, graphed
 
 
 class Colour(enum.Enum):
@@ -220,3 +221,19 @@ def test_bags_between_offsets_get_no_graph(device):
             assert same(f(ids, offsets), bag(ids, offsets))
     assert not f.report().graphs
     assert "offsets" in str(f.report().failures)
+
+
+def test_a_dictionary_in_another_order_is_told_apart_and_named(device, caplog):
+    f = graphed(lambda batch: torch.cat(list(batch.values()), 1), ladder=[2, 4])
+    x, y = randn(2, WIDTH, device=device), randn(2, WIDTH, device=device, seed=1)
+    assert same(f({"x": x, "y": y}), torch.cat([x, y], 1))
+    with caplog.at_level("WARNING", "ostinato.graphs"):
+        assert same(f({"y": y, "x": x}), torch.cat([y, x], 1))
+    assert "order" in caplog.text
+    assert "batch_y" in caplog.text
+
+
+@pytest.mark.parametrize(("option", "told"), [("threads", "turns"), ("laders", "ladder"), ("stream", "pool")])
+def test_an_option_that_does_not_exist_is_refused_by_name(option, told):
+    with pytest.raises(ConfigError, match=f"{option}.*{told}"):
+        graphed(lambda x: x, ladder=[2], **{option: 2})

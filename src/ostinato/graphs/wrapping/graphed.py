@@ -1,8 +1,9 @@
 """The one-line entry point: serves any function or module with a varying batch from captured graphs."""
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 from ..capturing.pool import GraphPool
 from ..dispatching.ladder import Ladder
@@ -28,6 +29,7 @@ def graphed(
     compile_up_to: int = 0,
     results: Results | str = Results.COPIED,
     debug: bool = False,
+    **unknown: Never,
 ) -> Any:
     """Serve calls of a function or `nn.Module` from captured graphs, for any batch up to the ladder's limit.
 
@@ -54,6 +56,8 @@ def graphed(
             belongs to the thread that calls it first.
         debug: check addresses before every replay.
     """
+    for name in unknown:
+        raise ConfigError(_no_such_option(name))
     mode = GraphMode.parse(mode)
     if not mode.is_runtime:
         raise ConfigError(f"the mode of a wrapper must be NONE, PIECEWISE or FULL, not {mode.name}")
@@ -77,6 +81,17 @@ def graphed(
         debug=debug,
     )
     return _wrapped(function, settings, pool) if function is not None else _Decorator(settings, pool)
+
+
+_INSTEAD = {"threads": "any number of threads may call one wrapper, and their calls take turns; leave it out"}
+"""What there is instead of options that one may look for."""
+
+
+def _no_such_option(name: str) -> str:
+    options = [each for each in inspect.signature(graphed).parameters if each not in ("function", "unknown")]
+    near = difflib.get_close_matches(name, options, n=1)
+    advice = f"did you mean {near[0]}?" if near else f"its options are {', '.join(options)}"
+    return f"graphed() has no option {name}: {_INSTEAD.get(name, advice)}"
 
 
 class _Decorator:

@@ -133,6 +133,13 @@ class Signature:
     def difference(self, other: "Signature") -> str:
         """How calls of the other signature differ from calls of this one."""
         if self.structure != other.structure:
+            names, others = ([each.name for each in one.tensor_fields] for one in (self, other))
+            if names != others and sorted(names) == sorted(others):
+                first = next(now for name, now in zip(names, others, strict=True) if name != now)
+                return (
+                    f"their arguments have the captured entries in another order ({first} comes earlier), "
+                    f"and code that goes through a dictionary sees that: fill it in one order"
+                )
             return "their arguments have a different structure than the captured ones"
         for field, now, constant, given in zip(
             self.fields, other.fields, self.constants, other.constants, strict=True
