@@ -12,8 +12,9 @@ make_app = serving.make_app
 
 
 def with_a_halt(*given: Any) -> Any:
-    """The application; `/halt?how=` loop: its event loop sleeps; gil: C code holds the interpreter."""
-    app = make_app(*given)
+    """The application, and its gate. `/halt?how=` loop: its event loop sleeps; gil: C code holds the
+    interpreter."""
+    app, gate = make_app(*given)
 
     async def halting(scope: Any, receive: Any, send: Any) -> None:
         if scope.get("path") == "/halt":
@@ -22,7 +23,7 @@ def with_a_halt(*given: Any) -> Any:
             ctypes.PyDLL(None).sleep(1000)
         await app(scope, receive, send)
 
-    return halting
+    return halting, gate
 
 
 serving.make_app = with_a_halt

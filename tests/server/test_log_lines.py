@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ostinato.server import log_lines, throughput_log
-from ostinato.server.http.refusal_log import RefusalLog
+from ostinato.server.http.refusal_log import RefusalLines, RefusalLog
 from ostinato.server.log_lines import MOST_PER_SECOND, LimitedLines
 from ostinato.server.metrics.request_metrics import RequestMetrics
 from ostinato.server.throughput_log import ThroughputLog
@@ -64,7 +64,7 @@ def test_no_path_of_a_client_makes_a_line(capsys: pytest.CaptureFixture[str]) ->
 
     path = "/v1/models/a\nostinato: 12:00:00 all is well\x1b[2J" + "x" * 10_000
     scope = {"type": "http", "method": "GET", "path": path}
-    asyncio.run(RefusalLog(refuse)(scope, ignored, ignored))  # type: ignore[arg-type]
+    asyncio.run(RefusalLog(refuse, RefusalLines())(scope, ignored, ignored))  # type: ignore[arg-type]
     [line] = capsys.readouterr().err.splitlines()
     assert "GET /v1/models/a\\nostinato: 12:00:00 all is well\\x1b[2J" in line
     assert line.endswith(r"404: no\x1b[2J such")

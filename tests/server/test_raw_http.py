@@ -11,6 +11,7 @@ from .server_process import ServerProcess
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 3, "temperature": 0}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+CLOSE = b"\r\nConnection: close\r\n\r\n"
 SIZED = HEAD + b"Content-Length: %d\r\n" % len(BODY)
 CHUNKED = HEAD + b"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n"
 
@@ -59,6 +60,53 @@ def test_hosts_of_this_machine_are_loopback(server: ServerProcess, host: bytes) 
     for site in (b"cross-site", b"same-site"):
         assert status(said(server, head + b"\r\nSec-Fetch-Site: " + site + b"\r\n\r\n")) == 403
     assert status(said(server, head + b"\r\nSec-Fetch-Site: same-origin\r\n\r\n")) == 200
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3], ids=["at once", "body later", "half a body"])
+def test_a_wrong_key_is_told_whatever_of_the_body_is_there(keyed: ServerProcess, parts: int) -> None:
+    """The answer is whole, with an id that the log has too, and the connection ends."""
+    head = SIZED.replace(b"Connection: close\r\n", b"Host: x\r\nAuthorization: Bearer wrong\r\n") + b"\r\n"
+    sent = {1: [head + BODY], 2: [head, BODY], 3: [head + BODY[:5]]}[parts]
+    lines, _, body = said(keyed, *sent).partition(b"\r\n\r\n")
+    first, *rest = lines.split(b"\r\n")
+    headers = dict(line.lower().split(b": ", 1) for line in rest)
+    assert first == b"HTTP/1.1 401 Unauthorized"
+    assert json.loads(body)["error"]["code"] == "invalid_api_key"
+    assert int(headers[b"content-length"]) == len(body)
+    assert headers[b"content-type"] == b"application/json"
+    assert headers[b"www-authenticate"] == b"bearer"
+    assert headers[b"connection"] == b"close"
+    assert headers[b"date"]
+    name = headers[b"x-request-id"].decode()
+    assert f"{name} refused: POST /v1/completions 401: the API key is wrong" in keyed.log
+
+
+def test_requests_without_a_key_are_counted_and_answered_in_order(keyed: ServerProcess) -> None:
+    def num_refused() -> float:
+        text = keyed.get("/metrics").text
+        found = [
+            float(line.split()[-1])
+            for line in text.splitlines()
+            if "http_answers_total{" in line and 'path="/v1/models"' in line and 'status="401"' in line
+        ]
+        return sum(found)
+
+    before = num_refused()
+    get = b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n"
+    ahead = said(
+        keyed, get % b"/version" + get % b"/v1/models?a=1" + get.replace(b"\r\n\r\n", CLOSE) % b"/health"
+    )
+    assert ahead.index(b'"version"') < ahead.index(b" 401 ")
+    one = said(keyed, get % b"/v1%2Fmodels/" + get % b"/v1/models")
+    assert one.count(b"HTTP/1.1 401") == 1, "nothing is read behind a refusal"
+    no_body = said(keyed, get.replace(b"GET", b"HEAD") % b"/v1/models")
+    assert no_body.endswith(b"\r\n\r\n")
+    with_key = get.replace(b"\r\n\r\n", b"\r\nAuthorization: bearer two" + CLOSE) % b"/v1/models/"
+    assert status(said(keyed, with_key)) == 200
+    end = time.monotonic() + 5
+    while (found := num_refused() - before) != 3:
+        assert time.monotonic() < end, found
+        time.sleep(0.1)
 
 
 def test_trailers_are_no_headers(keyed: ServerProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 MOST_PER_SECOND = 20
 """Lines of one kind; clients that are refused a thousand times a second shall not fill a disk."""
@@ -29,8 +30,8 @@ class LimitedLines:
         self._said = 0
         self._left_out = 0
 
-    def say(self, text: str) -> None:
-        """A line, unless there were too many in this second."""
+    def say(self, text: str | Callable[[], str]) -> None:
+        """A line, or what makes it, unless there were too many in this second."""
         now = int(time.monotonic())
         if now != self._second:
             if self._left_out:
@@ -38,6 +39,6 @@ class LimitedLines:
             self._second, self._said, self._left_out = now, 0, 0
         if self._said < MOST_PER_SECOND:
             self._said += 1
-            say(text)
+            say(text if isinstance(text, str) else text())
         else:
             self._left_out += 1

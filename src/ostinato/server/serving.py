@@ -22,7 +22,7 @@ from .forgiving_streams import forgive_full_disks
 from .garbage import spare_long_lived_objects
 from .guard import Guard
 from .http.app import make_app
-from .http.connections import ClientLimits, Connections, Strangers, room_for_connections
+from .http.connections import ClientLimits, Connections, room_for_connections
 from .http.probes import PROBE_CONNECTIONS, PROBE_SECONDS, ProbesOnly
 from .leaving import LastResort
 from .log_lines import announce
@@ -88,10 +88,8 @@ class _Server:
             announce(f"the limit on descriptors leaves room for {room} connections")
         limits = ClientLimits.of(config, room)
         self._connections = Connections(room, config.client_timeout, config.max_body_bytes, limits)
-        if self._service.keys.is_needed:
-            self._connections.strangers = Strangers()
         self._last_resort = LastResort(self._engine.kill)
-        app = make_app(self._service)
+        app, self._connections.gate = make_app(self._service)
         self._http = _Http(_http_config(app, self._connections))
         self._probes: _Http | None = None
         if config.probe_port is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -22,17 +23,18 @@ from ..service import Service
 from ..tenants.quotas import RATE_HEADERS, Refusal
 from .adapters import adapter_routes
 from .administration import admin_routes
-from .answer_count import AnswerCount
+from .answer_count import AnswerCount, Answers
 from .api_document import schemas
 from .body_limit import BodyLimit
 from .generating import generating_routes
 from .json_answers import error_response
+from .key_gate import KeyGate
 from .keys import KeyCheck
 from .last_answer import LastAnswer
 from .memory_routes import memory_routes
 from .native import native_routes
 from .observing import observing_routes
-from .refusal_log import AuditLog, RefusalLog
+from .refusal_log import AuditLog, RefusalLines, RefusalLog
 from .sleep_routes import sleep_routes
 from .trailing_slash import TrailingSlash
 from .trl_routes import trl_routes
@@ -45,8 +47,8 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody reads."""
 
 
-def make_app(service: Service) -> FastAPI:
-    """The ASGI application of a server."""
+def make_app(service: Service) -> tuple[FastAPI, KeyGate]:
+    """Returns the ASGI application of a server, and what refuses requests without a key before it."""
     app = FastAPI(title="Ostinato", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     makers = (
@@ -67,20 +69,22 @@ def make_app(service: Service) -> FastAPI:
     config = service.config
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.client_timeout)
     app.add_middleware(KeyCheck, keys=service.keys, open_admin=config.open_admin)
-    if service.config.allowed_origins:
+    cors = None
+    if config.allowed_origins:
         # Before the keys: a browser asks whether it may send one without sending it.
-        origins = list(service.config.allowed_origins)
-        exposed = ["X-Request-Id", "Retry-After", *RATE_HEADERS]
-        app.add_middleware(
+        make_cors = partial(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=list(config.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=exposed,
+            expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
         )
+        app.add_middleware(make_cors)
+        cors = make_cors(app)
+    counted, lines = Answers(service.metrics.answers, _paths(routers)), RefusalLines()
     app.add_middleware(AuditLog)
-    app.add_middleware(RefusalLog)
-    app.add_middleware(AnswerCount, counts=service.metrics.answers, paths=_paths(routers))
+    app.add_middleware(RefusalLog, lines=lines)
+    app.add_middleware(AnswerCount, answers=counted)
     app.add_middleware(TrailingSlash)
     app.add_middleware(LastAnswer)
     app.add_exception_handler(ApiError, _api_error)
@@ -90,7 +94,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
     app.openapi = lambda: _document(app, service.model_name)  # type: ignore[method-assign]
-    return app
+    return app, KeyGate(service.keys, counted, lines, cors)
 
 
 def _paths(routers: Sequence[APIRouter]) -> frozenset[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import re
 import resource
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..config import ServerConfig
@@ -20,7 +19,8 @@ from ..given_back import GivenBack
 from ..openai.errors import ApiError, unavailable
 from ..tenants.tenant import LOOPBACK, counted_address
 from .json_answers import error_response
-from .keys import ADMIN_PATHS, OPEN_PATHS
+from .key_gate import KeyGate
+from .keys import ADMIN_PATHS
 from .large_bodies import HELD_BODIES
 
 RESERVE = 64
@@ -38,9 +38,6 @@ HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)?(?::[0-9]*)?")
 """A Host header without a user before it, which would be read as part of the address by some."""
 _UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade(?=[ \t]*:)")
 SWEEP_SECONDS = 0.5
-KNOWN_KEYS = 4096
-TURN_PAUSE = 2.0
-"""Times the CPU time of a stranger's request, before the next one has its turn."""
 YOUNG_SECONDS = 1.0
 """A body that has been arriving for less is not given up for the sake of another client."""
 
@@ -130,8 +127,8 @@ class Connections:
         self.dropped = 0
         """Connections that were closed on their clients."""
         self.given_back = GivenBack()
-        self.strangers: Strangers | None = None
-        """Where keys are needed."""
+        self.gate: KeyGate | None = None
+        """Refuses those without a key."""
 
     def __len__(self) -> int:
         return len(self.silent) + len(self.receiving) + len(self.answering)
@@ -274,72 +271,6 @@ class Connections:
         return True
 
 
-class Strangers:
-    """Where keys are needed, requests whose key has not been served yet take turns behind all others.
-
-    A wrong key takes as long to refuse as a small request does; thousands of them at once would keep those
-    with a key waiting. Whose key it is is not decided here: only who is served first.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, None] = {}
-        self._turns = asyncio.Lock()
-        self._next = 0.0
-
-    def knows(self, authorization: bytes) -> bool:
-        """Whether a request with this header has been served."""
-        return _digest(authorization) in self._known
-
-    def meet(self, authorization: bytes) -> None:
-        """A request with this header was served."""
-        if len(self._known) >= KNOWN_KEYS:
-            del self._known[next(iter(self._known))]
-        self._known[_digest(authorization)] = None
-
-    async def turn(self) -> None:
-        """Wait; what the caller does next, without waiting for anything, is what the turn is for."""
-        async with self._turns:
-            if (pause := self._next - time.monotonic()) > 0:
-                await asyncio.sleep(pause)
-            # It runs when the caller has done, and before the next one is woken.
-            asyncio.get_running_loop().call_soon(self._end_turn, time.thread_time())
-
-    def _end_turn(self, began: float) -> None:
-        self._next = time.monotonic() + TURN_PAUSE * (time.thread_time() - began)
-
-
-class _InTurn:
-    """The application where keys are needed: strangers take turns, and a refused one's connection ends."""
-
-    def __init__(self, app: ASGIApp, strangers: Strangers) -> None:
-        self._app = app
-        self._strangers = strangers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on, perhaps later."""
-        if scope["type"] != "http" or scope["path"].rstrip("/") in OPEN_PATHS or scope["path"] == "/":
-            await self._app(scope, receive, send)
-            return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        is_stranger = not self._strangers.knows(given)
-        if is_stranger:
-            await self._strangers.turn()
-
-        async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                if message["status"] == 401:
-                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-                elif message["status"] == 200 and is_stranger and scope["method"] == "POST":
-                    self._strangers.meet(given)
-            await send(message)
-
-        await self._app(scope, receive, watched)
-
-
-def _digest(authorization: bytes) -> bytes:
-    return hashlib.blake2b(authorization, digest_size=16).digest()
-
-
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol under the limits of `Connections`."""
 
@@ -356,6 +287,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._trailer_bytes = 0
         """Bytes since the last piece of a body; behind its end these are trailers."""
         self._in_headers = True
+        self._is_refused = False
+        """Its answer is sent; what still comes is thrown away, until the client has read that it may go."""
         self._cycles: list[Any] = []
         """Requests without their answers; uvicorn tells only the last one that the client has left."""
         self.since = time.monotonic()
@@ -364,8 +297,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = counted_address(self.client[0] if self.client else "")
-        if self._all.strangers is not None:
-            self.app = _InTurn(self.app, self._all.strangers)
         why = self._all.admit(self)
         if why is not None:
             self.app = _Reserved(self.app, why)
@@ -402,12 +333,21 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._message_bytes += len(data)
+        if self._is_refused:
+            if self._message_bytes > self._all.max_message_bytes:
+                self.drop()
+            return
         self._trailer_bytes += len(data)
         if self._in_headers:
             # No other protocol is spoken here, and a request that offers one is answered as it is. The parser
             # would drop its body.
             data = _UPGRADE.sub(b"x-upgrd", data)
         super().data_received(data)
+        if self._is_refused:
+            # Closing in the middle of a body would reset the connection, and its client might not read why.
+            if not self.transport.is_closing() and self.transport.can_write_eof():
+                self.transport.write_eof()
+            return
         if max(self._message_bytes if self._in_headers else 0, self._trailer_bytes) > MAX_HEADER_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
         elif self._message_bytes > self._all.max_message_bytes:
@@ -428,7 +368,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Takes a piece of the body."""
         self._trailer_bytes = 0
-        super().on_body(body)
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -437,6 +378,8 @@ class GuardedProtocol(HttpToolsProtocol):
         is_1_0 = self.parser.get_http_version() == "1.0"
         if len(hosts) > 1 or not (hosts or is_1_0) or not all(map(HOST.fullmatch, hosts)):
             raise ValueError("one valid Host header is needed")  # ends parsing: the answer is 400
+        if self._refuse_at_gate():
+            return
         self.since = time.monotonic()
         self._all.move(self, "receiving")
         super().on_headers_complete()
@@ -445,7 +388,28 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) > MAX_PIPELINED:
             raise ValueError("too many requests ahead of their answers")  # ends parsing: the answer is 400
 
+    def _refuse_at_gate(self) -> bool:
+        gate = self._all.gate
+        if gate is None or not (self.cycle is None or self.cycle.response_complete):
+            return False  # an earlier answer is still to come, and answers go out in order
+        method = self.parser.get_method().decode("ascii")
+        answer = gate.answer(method, self.url, self.headers, self.server_state.default_headers)
+        if answer is None:
+            return False
+        self._is_refused = True
+        self._all.hold(self, 0)
+        self.transport.write(answer)
+        return True
+
+    def send_400_response(self, msg: str) -> None:
+        """Ends a connection on which something was sent that is no request."""
+        if not self._is_refused:
+            super().send_400_response(msg)
+
     def on_message_complete(self) -> None:
+        if self._is_refused:
+            self.transport.close()
+            raise ValueError("nothing is read behind a refused request")
         self._message_bytes = self._trailer_bytes = 0
         self._in_headers = True
         self._all.move(self, "answering")

@@ -81,8 +81,24 @@ ADMIN_PATHS = WEIGHT_PATHS | frozenset(
 )
 
 
+def scope_needed(keys: KeyTable, path: str) -> KeyScope | None:
+    """Returns the scope that a key needs for this path; None: none is needed."""
+    if path in ADMIN_PATHS and keys.has_admins:
+        return "admin"
+    if path in METRICS_PATHS and keys.guards_metrics:
+        return "metrics"
+    return "inference" if keys.is_needed and path not in OPEN_PATHS else None
+
+
+def bearer_key(authorization: bytes) -> bytes:
+    """Returns the key in the value of an Authorization header; empty: there is none."""
+    scheme, _, given = authorization.partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else b""
+
+
 class KeyCheck:
-    """Middleware in front of everything."""
+    """Middleware in front of everything that needs a key. Most requests without a valid one end before it, in
+    `KeyGate`."""
 
     def __init__(self, app: ASGIApp, keys: KeyTable, *, open_admin: bool) -> None:
         self._app = app
@@ -121,25 +137,18 @@ class KeyCheck:
 
     def _check(self, scope: Scope) -> None:
         path, headers, keys = scope["path"], Headers(scope=scope), self._keys
-        if path in ADMIN_PATHS:
-            if keys.has_admins:
-                self._check_bearer(headers, "admin")
-                return
-            if not self._is_open:
-                _check_local(scope, headers)
-        if path in METRICS_PATHS and keys.guards_metrics:
-            self._check_bearer(headers, "metrics")
-        elif keys.is_needed and path not in OPEN_PATHS:
-            self._check_bearer(headers, "inference")
+        if path in ADMIN_PATHS and not keys.has_admins and not self._is_open:
+            _check_local(scope, headers)
+        needed = scope_needed(keys, path)
+        if needed is not None:
+            self._check_bearer(headers, needed)
         else:
             client = scope.get("client")
             current_tenant.set(keys.addresses.of("" if client is None else client[0]))
 
     def _check_bearer(self, headers: Headers, scope: KeyScope) -> None:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        sent = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         try:
-            key = self._keys.key(sent)
+            key = self._keys.key(bearer_key(headers.get("authorization", "").encode("latin-1")))
         except Refusal as refusal:
             raise refused(refusal) from None
         if scope not in key.scopes:

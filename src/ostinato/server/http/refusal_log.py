@@ -21,12 +21,28 @@ _PROBES = frozenset({"/health", "/health_generate", "/ping"})
 _read = msgspec.json.Decoder(ErrorBody).decode
 
 
+class RefusalLines:
+    """What is said about refused requests, at most so many lines a second."""
+
+    def __init__(self) -> None:
+        self._lines = LimitedLines("requests were refused")
+
+    def say(self, name: str, method: str, path: str, status: int, body: bytes) -> None:
+        """A line, unless there were too many in this second. `body`: the answer's."""
+        self._lines.say(lambda: f"{name} refused: {method} {_one_line(path)} {status}: {_reason(body)}")
+
+
+def refusal_id() -> str:
+    """Returns an id for a request that was refused, for its client and the log."""
+    return f"req-{token_hex(16)}"
+
+
 class RefusalLog:
     """Middleware in front of everything that refuses."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, lines: RefusalLines) -> None:
         self._app = app
-        self._lines = LimitedLines("requests were refused")
+        self._lines = lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, and see what comes back."""
@@ -41,12 +57,11 @@ class RefusalLog:
                 headers = MutableHeaders(scope=message)
                 # One that was under way has an id, and was logged as aborted.
                 if "x-request-id" not in headers:
-                    headers["X-Request-Id"] = f"req-{token_hex(16)}"
+                    headers["X-Request-Id"] = refusal_id()
                     refused = message["status"], headers["X-Request-Id"]
             elif message["type"] == "http.response.body" and refused is not None:
                 (status, name), refused = refused, None
-                request = f"{scope['method']} {_one_line(scope['path'])}"
-                self._lines.say(f"{name} refused: {request} {status}: {_reason(message['body'])}")
+                self._lines.say(name, scope["method"], scope["path"], status, message["body"])
             await send(message)
 
         await self._app(scope, receive, watched)

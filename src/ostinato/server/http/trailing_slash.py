@@ -16,7 +16,11 @@ class TrailingSlash:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on without the slash."""
-        if scope["type"] == "http" and scope["path"].endswith("/") and scope["path"] not in KEPT:
-            path = scope["path"].rstrip("/") or "/"
+        if scope["type"] == "http" and (path := without_slash(scope["path"])) != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)
+
+
+def without_slash(path: str) -> str:
+    """Returns the path as routes have it."""
+    return path.rstrip("/") or "/" if path.endswith("/") and path not in KEPT else path
