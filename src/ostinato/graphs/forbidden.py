@@ -56,8 +56,13 @@ _ISTFT = "checks on the host that its window is not zero anywhere: do it outside
 _ISTFTS = {torch.istft, torch.Tensor.istft}
 _INDEXES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _OF_PYTHON_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_CROSS_ENTROPY = torch.nn.functional.cross_entropy
+_WEIGHTED_MEAN = (
+    "picks the weights of the targets that count by a mask, so that a shape depends on values: take "
+    'reduction="sum" and divide by weight[target].sum(), without targets that are ignored'
+)
 WATCHED_FUNCTIONS = frozenset(
-    {*_REFUSED_FUNCTIONS, *_SPLITS, *_INDEXES, *_OF_PYTHON_DATA, _ONE_HOT, *_ISTFTS}
+    {*_REFUSED_FUNCTIONS, *_SPLITS, *_INDEXES, *_OF_PYTHON_DATA, _ONE_HOT, *_ISTFTS, _CROSS_ENTROPY}
 )
 """Functions that `forbidden_function` has to see."""
 
@@ -244,6 +249,8 @@ def forbidden_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _of_a_number(func, args, kwargs)
     if func in _ISTFTS:
         return Forbidden("istft", _ISTFT)
+    if func is _CROSS_ENTROPY and _is_weighted_mean(*args, **kwargs):
+        return Forbidden("cross_entropy with weight= and label_smoothing=", _WEIGHTED_MEAN)
     if func is _ONE_HOT and _classes(*args, **kwargs) < 0:
         return Forbidden("one_hot", _CLASSES)
     return None
@@ -299,6 +306,22 @@ def one_hot_unchecked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     index = args[0] if args else kwargs["input"]
     return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).long()
+
+
+def _is_weighted_mean(
+    input: Any,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> bool:
+    """Returns whether torch divides by the weights of targets that are classes. Where a dispatch mode looks
+    on, it does so in another way, so that no ATen call shows it."""
+    is_mean = reduction == "mean" if size_average is None and reduce is None else reduce is not False
+    return weight is not None and label_smoothing > 0 and is_mean and not target.is_floating_point()
 
 
 def _classes(input: Any, num_classes: int = -1) -> int:
