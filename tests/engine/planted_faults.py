@@ -88,7 +88,7 @@ def wrong_rotary_position(monkeypatch: pytest.MonkeyPatch) -> None:
             return backend
 
         def further(rows: Any, heads: Any, *others: Any, **options: Any) -> Any:
-            turned = replace(heads, rotary=heads.rotary.roll(-1, 0))
+            turned = heads._replace(rotary=heads.rotary.roll(-1, 0))
             return attend_qkv(rows, turned, *others, **options)
 
         return replace(backend, attend_qkv=further)

@@ -29,7 +29,7 @@ def _only_cascades(monkeypatch):
     attend = triton_decode.attend_tokens
 
     def attend_behind_prefix(*args: object) -> torch.Tensor:
-        assert isinstance(args[7], torch.Tensor), "attention of each token by itself was asked for"
+        assert isinstance(args[3], torch.Tensor), "attention of each token by itself was asked for"
         return attend(*args)
 
     monkeypatch.setattr(triton_decode, "attend_tokens", attend_behind_prefix)

@@ -15,6 +15,7 @@ from ostinato.server.engine_process.served_engine import ServedEngine
 from ostinato.server.openai.errors import ApiError
 from ostinato.server.openai.scoring import RerankRequest, ScoreRequest, rerank, score
 from ostinato.server.openai.served_model import ServedModel
+from ostinato.server.tenants.tenant import Tenant
 from ostinato.server.text_work import lanes
 from ostinato.server.wire.messages import Embed
 
@@ -29,7 +30,13 @@ class InPlace:
         self._listeners: list[Any] = []
 
     def embed(
-        self, ids: list[int], pooling: str, listener: Any, adapter: str | None, cache_salt: str | None
+        self,
+        ids: list[int],
+        pooling: str,
+        listener: Any,
+        adapter: str | None,
+        cache_salt: str | None,
+        tenant: Tenant,
     ) -> int:
         self._listeners.append(listener)
         asked = Embed(len(self._listeners) - 1, ids, pooling, adapter, cache_salt)

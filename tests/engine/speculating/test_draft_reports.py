@@ -9,6 +9,7 @@ import pytest
 from ostinato.engine.llm import LLM
 from ostinato.engine.parameters.sampling_params import SamplingParams
 from ostinato.engine.speculating.counts import SpeculationReport
+from ostinato.server.engine_process.intake import Intake
 from ostinato.server.engine_process.statistics import StatisticsTaker
 from ostinato.server.metrics.exposition import ServerCollector
 from ostinato.server.metrics.live import _readable
@@ -91,7 +92,11 @@ def test_metrics_of_vllm_have_their_names(llm: LLM) -> None:
 def test_metrics_of_the_server_say_the_same(llm: LLM) -> None:
     report = llm.speculation_report()
     assert report is not None
-    statistics = decode_event(encode(StatisticsTaker(llm).take()))
+    statistics = decode_event(
+        encode(
+            StatisticsTaker(llm, Intake(llm.engine.core.scheduler, lambda group, number: None, None)).take()
+        )
+    )
     drafts = statistics.drafts
     assert isinstance(drafts, DraftCounters)
     assert _readable(statistics)["drafts"]["method"] == "eagle3"
